@@ -357,22 +357,36 @@ def sample(
     Returns int32 [B]. -1 where no token can be drawn: the row's logits hold NaN or +inf, or all of them are -inf. That
     is an error of that request only.
     """
-    broken = jnp.any(jnp.isnan(logits), axis=-1)
-    scores = logits.astype(jnp.float32)
-    if adjusted:
-        scores = _adjust(scores, rows)
+    scores = _adjust(logits, rows) if adjusted else logits
     best = jnp.max(scores, axis=-1)
-    broken |= ~jnp.isfinite(best)
+    broken = jnp.any(jnp.isnan(logits), axis=-1) | ~jnp.isfinite(best)
     token = jnp.argmax(scores, axis=-1).astype(jnp.int32)
     if drawn:
-        # Relative to the best score, so that the noise is not rounded away when a low temperature makes scores large.
-        scores = scores - jnp.where(broken, 0.0, best)[:, None]
-        scores = scores / jnp.maximum(rows.temperature, LOWEST_TEMPERATURE)[:, None]
+        scores = _temper(scores, jnp.where(broken, 0.0, best), rows)
         if filtered:
             scores = jnp.where(_kept(scores, rows), scores, -jnp.inf)
         chosen = jnp.argmax(scores + _gumbel(rows.key, position, scores.shape[-1]), axis=-1).astype(jnp.int32)
         token = jnp.where(rows.temperature < GREEDY_BELOW, token, chosen)
     return jnp.where(broken, -1, token)
+
+
+def support(logits: jax.Array, rows: SlotSampling) -> jax.Array:
+    """Which tokens ``sample`` could draw: bool [B, V] for float32 [B, V]. None where it would return -1."""
+    scores = _adjust(logits, rows)
+    best = jnp.max(scores, axis=-1)
+    broken = jnp.any(jnp.isnan(logits), axis=-1) | ~jnp.isfinite(best)
+    greedy = jnp.argmax(scores, axis=-1)[:, None] == jnp.arange(scores.shape[-1])
+    tempered = _temper(scores, jnp.where(broken, 0.0, best), rows)
+    kept = _kept(tempered, rows) & (tempered > -jnp.inf)
+    return jnp.where((rows.temperature < GREEDY_BELOW)[:, None], greedy, kept) & ~broken[:, None]
+
+
+def _temper(scores: jax.Array, best: jax.Array, rows: SlotSampling) -> jax.Array:
+    """Scores relative to the best one (float32 [B]), divided by the temperature: float32 [B, V], the best one 0.
+
+    Relative, so that the noise is not rounded away when a low temperature makes scores large.
+    """
+    return (scores - best[:, None]) / jnp.maximum(rows.temperature, LOWEST_TEMPERATURE)[:, None]
 
 
 def _adjust(scores: jax.Array, rows: SlotSampling) -> jax.Array:
