@@ -142,6 +142,17 @@ class Tokenizer:
         ids = self._raw_encode(self._full if special else self._plain, text)
         return [*self._prefix, *ids, *self._suffix] if add_special_tokens else ids
 
+    def pieces(self, text: str) -> list[int | str]:
+        """The text cut at its added tokens: their ids, and the strings between them as they are."""
+        text = _without_lone_surrogates(text)
+        encoding = self._full.encode(text, add_special_tokens=False)
+        out, at = [], 0
+        for i, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
+            if i in self._added_ids:
+                out += [text[at:start], i] if start > at else [i]
+                at = end
+        return [*out, text[at:]] if at < len(text) else out
+
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = False) -> str:
         """Text of ``ids``; bytes that are not UTF-8 become U+FFFD."""
         skip = self.special_ids if skip_special_tokens else ()
@@ -178,11 +189,7 @@ class Tokenizer:
 
     @staticmethod
     def _raw_encode(encoder: tokenizers.Tokenizer, text: str) -> list[int]:
-        try:
-            text.encode("utf-8")
-        except UnicodeEncodeError:
-            text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-        return encoder.encode(text, add_special_tokens=False).ids
+        return encoder.encode(_without_lone_surrogates(text), add_special_tokens=False).ids
 
     def _frame(self, add_bos: bool, add_eos: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Ids that ``add_special_tokens`` puts around a text: the post-processor's, else BOS and EOS if asked for."""
@@ -302,6 +309,14 @@ class Tokenizer:
             add_eos=bool(get("add_eos_token", False)),
             chat_template=meta.get("tokenizer.chat_template"),
         )
+
+
+def _without_lone_surrogates(text: str) -> str:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
 
 
 _MATCHED = (_UNKNOWN, _CONTROL, _USER_DEFINED)
