@@ -111,6 +111,17 @@ def open_gguf(path: str | os.PathLike) -> GGUF:
     return GGUF(tuple(part.path for part in headers), metadata, tensors)
 
 
+def split_stem(path: str | os.PathLike) -> tuple[str, int] | None:
+    """(path without the part number, number of parts) when the file is named like a part of a split one."""
+    match = _SPLIT_NAME.fullmatch(os.fspath(path))
+    return (match["stem"], int(match["count"])) if match else None
+
+
+def is_part(path: str | os.PathLike) -> bool:
+    """True when the header of a GGUF file says that the file is one of several."""
+    return _split_count(_read_header(MappedFile(path), with_tensors=False)) > 1
+
+
 # -- split files -----------------------------------------------------------------------------------------------------
 
 
@@ -136,7 +147,9 @@ def _parts(header: _Header) -> list[_Header]:
         part = _read_header(MappedFile(path))
         if _split_count(part) != count:
             if named:
-                raise CheckpointError(f"{path}: says it has {_split_count(part)} parts, {header.path.name} says {count}")
+                raise CheckpointError(
+                    f"{path}: says it has {_split_count(part)} parts, {header.path.name} says {count}"
+                )
             continue
         number = part.metadata["split.no"]
         if number in found:

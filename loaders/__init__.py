@@ -1,0 +1,15 @@
+"""Checkpoints of Flint: open one, look at it, stream its weights to the device."""
+
+from __future__ import annotations
+
+from loaders.assemble import LoadReport
+from loaders.checkpoint import Checkpoint, load_weights, open_checkpoint
+
+__all__ = ["Checkpoint", "LoadReport", "load_tokenizer", "load_weights", "open_checkpoint"]
+
+
+def load_tokenizer(path):
+    """Tokenizer of a folder or a .gguf file; see loaders.tokenizer.load_tokenizer."""
+    from loaders import tokenizer  # imported late: it needs the tokenizers library, loading weights does not
+
+    return tokenizer.load_tokenizer(path)

@@ -1,0 +1,337 @@
+"""Tensors of a checkpoint -> the weight tree on the device, streamed.
+
+Every leaf is allocated on the device first; then pieces of at most PIECE_BYTES are prepared on the host (one thread pool
+ahead of the transfers) and written into place by a donated update. Host memory is bounded by a few pieces, whatever the
+size of the model, and the pages of the mapped file are given back as soon as they are used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import logging
+import os
+import resource
+import sys
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+from tqdm import tqdm
+
+from flint_jax.errors import CheckpointError
+from loaders.name_map import Fill, Leaf, Plan
+from loaders.raw import DTYPES, NVFP4, RawTensor, short
+from pallas_kernels import nvfp4
+
+log = logging.getLogger(__name__)
+
+PIECE_BYTES = 128 << 20  # of file bytes; a full-size BF16 expert layer (1.5 GiB) becomes 12 pieces
+WORKERS = 4
+AHEAD = WORKERS + 1  # prepared pieces that may wait: at most (AHEAD + 1) * 2 * PIECE_BYTES on the host
+REPACK_BYTES = 1 << 20  # records repacked at once: temporaries stay in the processor's cache
+
+Tree = dict[str, Array | nvfp4.Packed | nvfp4.Scaled]
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadReport:
+    """What a load cost. Bytes; seconds; peak resident memory of this process, and the part that is not mapped files."""
+
+    nbytes: int
+    seconds: float
+    peak_rss: int
+    peak_anonymous: int
+
+    def __str__(self) -> str:
+        rate = self.nbytes / 1e9 / max(self.seconds, 1e-9)
+        return (
+            f"loaded {self.nbytes / 1e9:.2f} GB in {self.seconds:.1f} s ({rate:.2f} GB/s); host memory peak "
+            f"{self.peak_rss / 2**30:.2f} GiB, of it {self.peak_anonymous / 2**30:.2f} GiB not mapped files"
+        )
+
+
+def assemble(
+    plan: Plan, *, dtype: str = "bfloat16", router_dtype: str | None = None, progress: bool = True
+) -> tuple[Tree, LoadReport]:
+    """Load a matched checkpoint onto the default device.
+
+    dtype: compute dtype of plain leaves ("bfloat16" or "float32"; float32 values narrow to nearest even). ``sinks`` is
+    always float32, ``router`` gets ``router_dtype`` (default: dtype). Matrices whose tensors are all NVFP4 stay packed;
+    a stack of packed and plain tensors becomes ``Scaled`` in ``dtype``.
+
+    Raises CheckpointError for values that are not allowed: a global scale that is not positive and finite, a block scale
+    of 0xFF, a selection bias that is not zero.
+    """
+    began = time.perf_counter()
+    memory = _MemoryWatch()
+    _check_zero(plan.zero)
+    kinds = _leaf_kinds(plan)
+    dtypes = {name: jnp.dtype(dtype) for name in plan.leaves}
+    dtypes |= {"sinks": jnp.dtype("float32"), "router": jnp.dtype(router_dtype or dtype)}
+    scales = _global_scales(plan, kinds)
+    planes = _allocate(plan, kinds, dtypes)
+    signed: Counter[str] = Counter()
+    with _bar(plan.nbytes, progress) as bar, ThreadPoolExecutor(WORKERS, "flint-load") as pool:
+        for piece, arrays in _prepared(pool, _pieces(plan), signed):
+            _write(planes, piece, arrays, kinds[piece.fill.source.leaf])
+            piece.release()
+            memory.sample()
+            bar.update(piece.nbytes)
+        jax.block_until_ready(planes)
+    for name, count in signed.items():
+        log.warning("%s: %d NVFP4 block scales had their sign bit set; it was cleared", name, count)
+    tree: Tree = {}
+    for name, leaf in plan.leaves.items():
+        if kinds[name] == "packed":
+            tree[name] = nvfp4.Packed(*planes[name], jnp.asarray(scales[name]), leaf.segments)
+        elif kinds[name] == "scaled":
+            tree[name] = nvfp4.Scaled(planes[name][0], jnp.asarray(scales[name]), leaf.segments)
+        else:
+            tree[name] = planes[name][0]
+    report = LoadReport(plan.nbytes, time.perf_counter() - began, *memory.peaks())
+    log.info("%s", report)
+    if progress:
+        tqdm.write(str(report), file=sys.stderr)
+    return tree, report
+
+
+def _leaf_kinds(plan: Plan) -> dict[str, str]:
+    """Per leaf: "plain", "packed", or "scaled" when some tensors of the stack are NVFP4 and others are not."""
+    packed: dict[str, set[bool]] = {name: set() for name in plan.leaves}
+    for fill in plan.fills:
+        packed[fill.source.leaf].add(fill.kind == NVFP4)
+    return {
+        name: "scaled" if len(found) == 2 else "packed" if True in found else "plain" for name, found in packed.items()
+    }
+
+
+def _check_zero(biases: tuple[RawTensor, ...]) -> None:
+    for tensor in biases:
+        if np.any(np.asarray(tensor.array(), np.float32) != 0):
+            raise CheckpointError(
+                f"{short(tensor.name)}: a bias on the choice of experts that is not zero; not supported (the released "
+                "model has none)"
+            )
+
+
+def _global_scales(plan: Plan, kinds: dict[str, str]) -> dict[str, np.ndarray]:
+    """float32 [stack..., S] for packed and mixed leaves. Slots start as NaN, so one that nobody fills is found."""
+    out = {}
+    for name, leaf in plan.leaves.items():
+        if kinds[name] != "plain":
+            out[name] = np.full((*leaf.full_shape[:-2], len(leaf.segments)), np.nan, np.float32)
+    bad = []
+    for fill in plan.fills:
+        source = fill.source
+        if source.leaf not in out:
+            continue
+        slots = out[source.leaf] if source.index is None else out[source.leaf][source.index]
+        slots = slots if source.segment is None else slots[..., source.segment : source.segment + 1]
+        if fill.kind != NVFP4:
+            slots[...] = 1.0
+            continue
+        values = np.array(fill.scale.array(), np.float32).reshape(-1)
+        for at in np.flatnonzero(~(np.isfinite(values) & (values > 0))):
+            where = f" of expert {at}" if len(values) > 1 else ""
+            bad.append(f"{short(fill.scale.name)}{where} is {values[at]}")
+        slots[...] = values[:, None] if slots.ndim == 2 else values
+    if bad:
+        more = f", and {len(bad) - 12} more" if len(bad) > 12 else ""
+        raise CheckpointError("global scales must be finite and positive: " + ", ".join(bad[:12]) + more)
+    unset = [name for name, values in out.items() if np.isnan(values).any()]
+    if unset:
+        raise CheckpointError(f"no global scale for a part of {', '.join(unset)}")
+    return out
+
+
+# -- pieces ----------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """Entries ``start`` to ``stop`` of the first axis of what a Fill provides (experts of a layer, rows of a matrix)."""
+
+    fill: Fill
+    start: int
+    stop: int
+    length: int
+
+    @property
+    def nbytes(self) -> int:
+        """Share of the file's bytes (entries that two pieces both hold count once, with the first)."""
+        total = sum(t.nbytes for t in self.fill.tensors)
+        first = -(-self.start // (self.stop - self.start)) * (self.stop - self.start)
+        return total * (self.stop - first) // self.length if self.stop > first else 0
+
+    def release(self) -> None:
+        """Give the file's pages of the piece back."""
+        if len(self.fill.tensors) > 1:
+            for tensor in self.fill.tensors[self.start : self.stop]:
+                tensor.release()
+            return
+        tensor = self.fill.tensors[0]
+        row = tensor.nbytes // self.length
+        tensor.file.release(tensor.offset + self.start * row, (self.stop - self.start) * row)
+
+
+def _pieces(plan: Plan) -> Iterator[Piece]:
+    """Pieces of equal size: the last of a tensor starts early rather than being short, so that all share one program."""
+    for fill in plan.fills:
+        per_expert = len(fill.tensors) > 1
+        length = len(fill.tensors) if per_expert else fill.source.shape[0]
+        total = sum(t.nbytes for t in fill.tensors)
+        step = max(1, min(length, int(length * PIECE_BYTES / max(total, 1))))
+        for at in range(0, length, step):
+            start = min(at, length - step)
+            yield Piece(fill, start, start + step, length)
+
+
+def _prepared(
+    pool: ThreadPoolExecutor, pieces: Iterator[Piece], signed: Counter[str]
+) -> Iterator[tuple[Piece, tuple[np.ndarray, ...]]]:
+    """Pieces with their host arrays, in order, a few of them prepared ahead."""
+    waiting: deque[tuple[Piece, Future]] = deque()
+    try:
+        for piece in pieces:
+            waiting.append((piece, pool.submit(_prepare, piece, signed)))
+            if len(waiting) >= AHEAD:
+                done, future = waiting.popleft()
+                yield done, future.result()
+        while waiting:
+            done, future = waiting.popleft()
+            yield done, future.result()
+    finally:
+        for _, future in waiting:
+            future.cancel()
+
+
+def _prepare(piece: Piece, signed: Counter[str]) -> tuple[np.ndarray, ...]:
+    """Host arrays of a piece: (codes, scales) of an NVFP4 tensor, else (values,) in the dtype of the file."""
+    fill = piece.fill
+    if fill.kind == NVFP4:
+        tensor = fill.tensors[0]
+        name = short(tensor.name)
+        try:
+            return repack(tensor.array()[piece.start : piece.stop], lambda count: signed.update({name: count}))
+        except ValueError as error:
+            raise CheckpointError(f"{tensor.file.path}: {name}: {error}") from None
+    dtype = DTYPES[fill.kind]
+    if len(fill.tensors) == 1:
+        # A copy, not the mapped pages: on the CPU backend a device array may share memory with what it was made from.
+        return (np.array(fill.tensors[0].array()[piece.start : piece.stop], dtype),)
+    out = np.empty((piece.stop - piece.start, *fill.source.shape), dtype)
+    for row, tensor in zip(out, fill.tensors[piece.start : piece.stop], strict=True):
+        row[...] = tensor.array()
+    return (out,)
+
+
+def repack(records: np.ndarray, warn: Callable[[int], None] | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """GGUF records uint8 [..., R, B*36] -> codes [..., R, B*32], scales [..., R, B*4], a cacheful at a time."""
+    *lead, width = records.shape
+    blocks = width // nvfp4.GGUF_BYTES
+    rows = records.reshape(-1, width)
+    codes = np.empty((len(rows), blocks * (nvfp4.GGUF_BLOCK // 2)), np.uint8)
+    scales = np.empty((len(rows), blocks * (nvfp4.GGUF_BLOCK // nvfp4.GROUP)), np.uint8)
+    step = max(1, REPACK_BYTES // width)
+    for at in range(0, len(rows), step):
+        codes[at : at + step], scales[at : at + step] = nvfp4.repack_gguf(rows[at : at + step], warn)
+    return codes.reshape(*lead, -1), scales.reshape(*lead, -1)
+
+
+# -- the device side -------------------------------------------------------------------------------------------------
+
+
+def _allocate(plan: Plan, kinds: dict[str, str], dtypes: dict[str, jnp.dtype]) -> dict[str, tuple[Array, ...]]:
+    """Zeros for every plane of every leaf, made on the device by one program."""
+
+    def planes(leaf: Leaf) -> tuple[tuple[tuple[int, ...], jnp.dtype], ...]:
+        shape = leaf.full_shape
+        if kinds[leaf.name] != "packed":
+            return ((shape, dtypes[leaf.name]),)
+        byte = jnp.dtype("uint8")
+        *lead, columns = shape
+        return (((*lead, columns // 2), byte), ((*lead, columns // nvfp4.GROUP), byte))
+
+    layout = {name: planes(leaf) for name, leaf in plan.leaves.items()}
+    return jax.jit(lambda: {name: tuple(jnp.zeros(*p) for p in found) for name, found in layout.items()})()
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _update(stack: Array, piece: Array, at: Array) -> Array:
+    """Write a piece at index ``at`` (one entry per axis of the stack), converted to the stack's dtype."""
+    piece = piece.astype(stack.dtype).reshape((1,) * (stack.ndim - piece.ndim) + piece.shape)
+    return jax.lax.dynamic_update_slice(stack, piece, tuple(at))
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _update_decoded(stack: Array, codes: Array, scales: Array, at: Array) -> Array:
+    """The same for a packed piece of a mixed stack: e2m1 * e4m3, exact, without the global scale."""
+    piece = nvfp4.decode(codes, scales, stack.dtype)
+    piece = piece.reshape((1,) * (stack.ndim - piece.ndim) + piece.shape)
+    return jax.lax.dynamic_update_slice(stack, piece, tuple(at))
+
+
+def _write(planes: dict[str, tuple[Array, ...]], piece: Piece, arrays: tuple[np.ndarray, ...], kind: str) -> None:
+    """Put one prepared piece into its leaf and wait: a transfer still running would keep its host memory alive."""
+    source = piece.fill.source
+    stacks = planes[source.leaf]
+    at = [0] * stacks[0].ndim
+    if source.index is not None:
+        at[0] = source.index
+    first = stacks[0].ndim - (arrays[0].ndim)  # axis of the stack that the first axis of the piece runs along
+    at[first] = piece.start
+    if source.row:
+        at[-2] += source.row
+    index = np.array(at, np.int32)
+    if kind == "scaled" and piece.fill.kind == NVFP4:
+        planes[source.leaf] = (_update_decoded(stacks[0], *arrays, index),)
+    else:
+        planes[source.leaf] = tuple(_update(s, a, index) for s, a in zip(stacks, arrays, strict=True))
+    jax.block_until_ready(planes[source.leaf])
+
+
+# -- reporting -------------------------------------------------------------------------------------------------------
+
+
+def _bar(total: int, progress: bool) -> contextlib.AbstractContextManager:
+    return tqdm(
+        total=total,
+        unit="B",
+        unit_scale=True,
+        desc="loading weights",
+        disable=not progress,
+        file=sys.stderr,
+        leave=False,
+    )
+
+
+class _MemoryWatch:
+    """Peak memory of the process: the kernel's own record, and anonymous memory (not file pages) as sampled."""
+
+    def __init__(self):
+        self.anonymous = 0
+        self.sample()
+
+    def sample(self) -> None:
+        self.anonymous = max(self.anonymous, _status_kib("RssAnon") << 10)
+
+    def peaks(self) -> tuple[int, int]:
+        self.sample()
+        peak = _status_kib("VmHWM") << 10
+        if not peak:
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        return peak, self.anonymous
+
+
+def _status_kib(field: str) -> int:
+    if not os.path.exists("/proc/self/status"):
+        return 0
+    with open("/proc/self/status") as file:
+        return next((int(line.split()[1]) for line in file if line.startswith(field + ":")), 0)
