@@ -429,3 +429,24 @@ def _folder_template(folder: Path, config: dict) -> str | None:
         named = {t.get("name"): t.get("template") for t in template}
         template = named.get("default", next(iter(named.values()), None))
     return template
+
+
+def load_tokenizer(path: str | Path) -> Tokenizer:
+    """Tokenizer of a .gguf, of a folder with tokenizer.json, or of one with a .gguf. Raises TokenizerError."""
+    from loaders import gguf  # imported late: a folder needs no reader of weights
+
+    path = Path(path)
+    if path.is_dir() and (path / "tokenizer.json").is_file():
+        return Tokenizer.from_folder(path)
+    if path.name == "tokenizer.json":
+        return Tokenizer.from_folder(path.parent)
+    if path.is_dir():
+        found = sorted(path.glob("*.gguf"))
+        if not found:
+            raise TokenizerError(
+                f"{path} has neither tokenizer.json nor a .gguf file; need one of them for the tokenizer."
+            )
+        path = found[0]  # the first part of a split file, which holds the metadata
+    if not path.is_file():
+        raise TokenizerError(f"{path} not found; need a folder with tokenizer.json or a .gguf file.")
+    return Tokenizer.from_gguf(gguf.read_metadata(path))

@@ -1,6 +1,7 @@
 """Tokenizers read from a folder and from GGUF metadata give the reference's ids, and refuse what they cannot split."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import gguf
 import pytest
 
 from flint_jax.errors import TokenizerError
-from loaders.tokenizer import PRE_TOKENIZERS, Tokenizer, byte_alphabet
+from loaders.tokenizer import PRE_TOKENIZERS, Tokenizer, byte_alphabet, load_tokenizer
 
 GOLDENS = Path(__file__).parent.parent / "goldens"
 CASES = json.loads((GOLDENS / "tokenizer_cases.json").read_text(encoding="utf-8"))
@@ -240,3 +241,13 @@ def test_folder_refusals_name_the_file(folder, name, content, words):
         Tokenizer.from_folder(folder)
     for word in words:
         assert word in str(error.value)
+
+
+def test_load_tokenizer_takes_folders_and_files(folder, tmp_path_factory):
+    ids = [39, 68, 327, 78]
+    gguf_folder = GOLDENS / "T2-nvfp4"
+    for path in (folder, folder / "tokenizer.json", gguf_folder, gguf_folder / "T2-nvfp4.gguf"):
+        assert load_tokenizer(path).encode("Hello") == ids
+    for missing in (tmp_path_factory.mktemp("empty"), folder / "none.gguf"):
+        with pytest.raises(TokenizerError, match=re.escape(str(missing))):
+            load_tokenizer(missing)
