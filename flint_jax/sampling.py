@@ -29,6 +29,7 @@ MAX_LOGPROBS = 20  # alternatives reported per token; the limit of OpenAI's chat
 MAX_CHOICES = 128  # ``n``; the limit of OpenAI's API
 GREEDY_BELOW = 1e-5  # a temperature under this is greedy
 LOWEST_TEMPERATURE = 0.01  # one between GREEDY_BELOW and this is raised to it
+HIGHEST_TEMPERATURE = 1e6  # one above counts as this: uniform for any real logits, and float32 still orders them
 
 # What Flint recommends, for whatever a checkpoint's generation config leaves out.
 MODEL_DEFAULTS: Mapping[str, float | int] = {
@@ -47,7 +48,8 @@ MODEL_DEFAULTS: Mapping[str, float | int] = {
 class SamplingParams:
     """Settings of one request, under vLLM's names and with its meanings. Checked when made.
 
-    temperature         >= 0. Below 1e-5 is greedy (filters are ignored); between that and 0.01 counts as 0.01.
+    temperature         >= 0. Below 1e-5 is greedy (filters are ignored); between that and 0.01 counts as 0.01,
+                        above 1e6 as 1e6.
     top_k               keep the k best, ties with the k-th included; 0 and -1 switch it off.
     top_p               in [0, 1]: keep the fewest best tokens whose mass after temperature and top_k reaches it, at
                         least one; among equals the lower id stays. 1 switches it off, 0 keeps one token.
@@ -237,11 +239,17 @@ class SlotRow:
     wholes: np.ndarray  # int32 [3 + MAX_STOP_IDS]
     key: np.ndarray  # uint32 [2]
     prompt_seen: np.ndarray  # bool [V]
+    out_count: np.ndarray  # int32 [V]
     bias: np.ndarray  # float32 [V]
 
 
 def slot_row(
-    params: SamplingParams, prompt_ids: Sequence[int], vocab: int, stop_ids: Iterable[int], default_seed: int
+    params: SamplingParams,
+    prompt_ids: Sequence[int],
+    vocab: int,
+    stop_ids: Iterable[int],
+    default_seed: int,
+    output_ids: Sequence[int] = (),
 ) -> SlotRow:
     """Host arrays for ``admit``.
 
@@ -250,6 +258,7 @@ def slot_row(
       prompt_ids: the whole prompt, each id in [0, vocab).
       stop_ids: the model's end tokens, or what ``params.stop_set`` made of them (the result is the same).
       default_seed: used when the request names no seed.
+      output_ids: tokens it drew before; not empty when a request comes back after it gave its slot away.
 
     Raises RequestError for ids outside the vocabulary and for too many stop ids.
     """
@@ -260,7 +269,7 @@ def slot_row(
     seed = (default_seed if params.seed is None else params.seed) & (2**64 - 1)
     reals = np.array(
         (
-            min(params.temperature, float(np.finfo(np.float32).max)),
+            min(params.temperature, HIGHEST_TEMPERATURE),
             params.top_p,
             params.min_p,
             params.repetition_penalty,
@@ -270,7 +279,7 @@ def slot_row(
         np.float32,
     )
     wholes = np.full(len(_WHOLES) + MAX_STOP_IDS, -1, np.int32)
-    wholes[: len(_WHOLES)] = (min(params.top_k, vocab), min(params.min_tokens, 2**31 - 1), 0)
+    wholes[: len(_WHOLES)] = (min(params.top_k, vocab), min(params.min_tokens, 2**31 - 1), len(output_ids))
     stops = params.stop_set(stop_ids)
     wholes[len(_WHOLES) : len(_WHOLES) + len(stops)] = stops
     seen = np.zeros(vocab, bool)
@@ -278,17 +287,19 @@ def slot_row(
     bias = np.zeros(vocab, np.float32)
     for token, value in (params.logit_bias or {}).items():
         bias[token] = value
-    return SlotRow(reals, wholes, np.array((seed >> 32, seed & (2**32 - 1)), np.uint32), seen, bias)
+    drawn = np.zeros(vocab, np.int32)
+    np.add.at(drawn, np.asarray(output_ids, np.int64), 1)
+    return SlotRow(reals, wholes, np.array((seed >> 32, seed & (2**32 - 1)), np.uint32), seen, drawn, bias)
 
 
 def admit(state: SlotSampling, slot: jax.Array, row: SlotRow) -> SlotSampling:
-    """The state with ``row`` written to slot ``slot`` (int32 scalar) and its counts zeroed. Pure; donate ``state``."""
+    """The state with ``row`` written to slot ``slot`` (int32 scalar). Pure; donate ``state``."""
     return SlotSampling(
         reals=state.reals.at[slot].set(row.reals),
         wholes=state.wholes.at[slot].set(row.wholes),
         key=state.key.at[slot].set(row.key),
         prompt_seen=state.prompt_seen.at[slot].set(row.prompt_seen),
-        out_count=state.out_count.at[slot].set(0),
+        out_count=state.out_count.at[slot].set(row.out_count),
         bias=state.bias.at[slot].set(row.bias),
     )
 
@@ -377,7 +388,7 @@ def support(logits: jax.Array, rows: SlotSampling) -> jax.Array:
     broken = jnp.any(jnp.isnan(logits), axis=-1) | ~jnp.isfinite(best)
     greedy = jnp.argmax(scores, axis=-1)[:, None] == jnp.arange(scores.shape[-1])
     tempered = _temper(scores, jnp.where(broken, 0.0, best), rows)
-    kept = _kept(tempered, rows) & (tempered > -jnp.inf)
+    kept = _kept(tempered, rows)
     return jnp.where((rows.temperature < GREEDY_BELOW)[:, None], greedy, kept) & ~broken[:, None]
 
 
@@ -422,7 +433,8 @@ def _kept(scores: jax.Array, rows: SlotSampling) -> jax.Array:
     above = scores > lowest
     equal = scores == lowest
     room = count - jnp.sum(above, axis=-1, keepdims=True, dtype=jnp.int32)
-    return above | (equal & (jnp.cumsum(equal, axis=-1, dtype=jnp.int32) <= room))
+    kept = above | (equal & (jnp.cumsum(equal, axis=-1, dtype=jnp.int32) <= room))
+    return kept & (scores > -jnp.inf)  # without top-k and top-p, what min-p took out equals the lowest score
 
 
 def _gumbel(keys: jax.Array, position: jax.Array, vocab: int) -> jax.Array:
