@@ -1,8 +1,9 @@
 """Tensors of a checkpoint -> the weight tree on the device, streamed.
 
-Every leaf is allocated on the device first; then pieces of at most PIECE_BYTES are prepared on the host (one thread pool
-ahead of the transfers) and written into place by a donated update. Host memory is bounded by a few pieces, whatever the
-size of the model, and the pages of the mapped file are given back as soon as they are used.
+Every leaf is allocated on the device first; then pieces of at most PIECE_BYTES are prepared on the host (by threads,
+ahead of the transfers) and written into place by a donated update. NVFP4 records travel as they are and are taken apart
+on the device: one fused pass there, some twenty numpy passes here (0.3 GB/s). Host memory is bounded by a few pieces,
+whatever the size of the model, and the pages of the mapped file are given back as soon as they are used.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ import resource
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array
+from jaxtyping import Array, UInt8
 from tqdm import tqdm
 
 from flint_jax.errors import CheckpointError
@@ -35,7 +36,6 @@ log = logging.getLogger(__name__)
 PIECE_BYTES = 128 << 20  # of file bytes; a full-size BF16 expert layer (1.5 GiB) becomes 12 pieces
 WORKERS = 4
 AHEAD = WORKERS + 1  # prepared pieces that may wait: at most (AHEAD + 1) * 2 * PIECE_BYTES on the host
-REPACK_BYTES = 1 << 20  # records repacked at once: temporaries stay in the processor's cache
 
 Tree = dict[str, Array | nvfp4.Packed | nvfp4.Scaled]
 
@@ -66,8 +66,8 @@ def assemble(
     always float32, ``router`` gets ``router_dtype`` (default: dtype). Matrices whose tensors are all NVFP4 stay packed;
     a stack of packed and plain tensors becomes ``Scaled`` in ``dtype``.
 
-    Raises CheckpointError for values that are not allowed: a global scale that is not positive and finite, a block scale
-    of 0xFF, a selection bias that is not zero.
+    Raises CheckpointError for values that are not allowed: a global scale that is not positive and finite, a block
+    scale of 0xFF, a selection bias that is not zero.
     """
     began = time.perf_counter()
     memory = _MemoryWatch()
@@ -79,14 +79,15 @@ def assemble(
     planes = _allocate(plan, kinds, dtypes)
     signed: Counter[str] = Counter()
     with _bar(plan.nbytes, progress) as bar, ThreadPoolExecutor(WORKERS, "flint-load") as pool:
-        for piece, arrays in _prepared(pool, _pieces(plan), signed):
-            _write(planes, piece, arrays, kinds[piece.fill.source.leaf])
+        for piece, host in _prepared(pool, _pieces(plan)):
+            count = _write(planes, piece, host, kinds[piece.fill.source.leaf])
+            signed.update({piece.fill.tensors[0].name: count} if count else {})
             piece.release()
             memory.sample()
             bar.update(piece.nbytes)
         jax.block_until_ready(planes)
     for name, count in signed.items():
-        log.warning("%s: %d NVFP4 block scales had their sign bit set; it was cleared", name, count)
+        log.warning("%s: %d NVFP4 block scales had their sign bit set; it was cleared", short(name), count)
     tree: Tree = {}
     for name, leaf in plan.leaves.items():
         if kinds[name] == "packed":
@@ -156,7 +157,7 @@ def _global_scales(plan: Plan, kinds: dict[str, str]) -> dict[str, np.ndarray]:
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """Entries ``start`` to ``stop`` of the first axis of what a Fill provides (experts of a layer, rows of a matrix)."""
+    """Entries ``start`` to ``stop`` of the first axis of what a Fill provides: experts of a layer, or rows."""
 
     fill: Fill
     start: int
@@ -182,7 +183,7 @@ class Piece:
 
 
 def _pieces(plan: Plan) -> Iterator[Piece]:
-    """Pieces of equal size: the last of a tensor starts early rather than being short, so that all share one program."""
+    """Pieces of equal size: the last of a tensor starts early rather than being short, so all share one program."""
     for fill in plan.fills:
         per_expert = len(fill.tensors) > 1
         length = len(fill.tensors) if per_expert else fill.source.shape[0]
@@ -193,14 +194,12 @@ def _pieces(plan: Plan) -> Iterator[Piece]:
             yield Piece(fill, start, start + step, length)
 
 
-def _prepared(
-    pool: ThreadPoolExecutor, pieces: Iterator[Piece], signed: Counter[str]
-) -> Iterator[tuple[Piece, tuple[np.ndarray, ...]]]:
-    """Pieces with their host arrays, in order, a few of them prepared ahead."""
+def _prepared(pool: ThreadPoolExecutor, pieces: Iterator[Piece]) -> Iterator[tuple[Piece, np.ndarray]]:
+    """Pieces with their host copies, in order, a few of them prepared ahead."""
     waiting: deque[tuple[Piece, Future]] = deque()
     try:
         for piece in pieces:
-            waiting.append((piece, pool.submit(_prepare, piece, signed)))
+            waiting.append((piece, pool.submit(_prepare, piece)))
             if len(waiting) >= AHEAD:
                 done, future = waiting.popleft()
                 yield done, future.result()
@@ -212,37 +211,17 @@ def _prepared(
             future.cancel()
 
 
-def _prepare(piece: Piece, signed: Counter[str]) -> tuple[np.ndarray, ...]:
-    """Host arrays of a piece: (codes, scales) of an NVFP4 tensor, else (values,) in the dtype of the file."""
+def _prepare(piece: Piece) -> np.ndarray:
+    """A copy of what the file holds for a piece: NVFP4 records, or values in the dtype of the file."""
     fill = piece.fill
-    if fill.kind == NVFP4:
-        tensor = fill.tensors[0]
-        name = short(tensor.name)
-        try:
-            return repack(tensor.array()[piece.start : piece.stop], lambda count: signed.update({name: count}))
-        except ValueError as error:
-            raise CheckpointError(f"{tensor.file.path}: {name}: {error}") from None
-    dtype = DTYPES[fill.kind]
+    dtype = np.uint8 if fill.kind == NVFP4 else DTYPES[fill.kind]
     if len(fill.tensors) == 1:
-        # A copy, not the mapped pages: on the CPU backend a device array may share memory with what it was made from.
-        return (np.array(fill.tensors[0].array()[piece.start : piece.stop], dtype),)
+        # A copy, not the mapped pages: the reading happens in this thread, and no device array may alias the file.
+        return np.array(fill.tensors[0].array()[piece.start : piece.stop], dtype)
     out = np.empty((piece.stop - piece.start, *fill.source.shape), dtype)
     for row, tensor in zip(out, fill.tensors[piece.start : piece.stop], strict=True):
         row[...] = tensor.array()
-    return (out,)
-
-
-def repack(records: np.ndarray, warn: Callable[[int], None] | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """GGUF records uint8 [..., R, B*36] -> codes [..., R, B*32], scales [..., R, B*4], a cacheful at a time."""
-    *lead, width = records.shape
-    blocks = width // nvfp4.GGUF_BYTES
-    rows = records.reshape(-1, width)
-    codes = np.empty((len(rows), blocks * (nvfp4.GGUF_BLOCK // 2)), np.uint8)
-    scales = np.empty((len(rows), blocks * (nvfp4.GGUF_BLOCK // nvfp4.GROUP)), np.uint8)
-    step = max(1, REPACK_BYTES // width)
-    for at in range(0, len(rows), step):
-        codes[at : at + step], scales[at : at + step] = nvfp4.repack_gguf(rows[at : at + step], warn)
-    return codes.reshape(*lead, -1), scales.reshape(*lead, -1)
+    return out
 
 
 # -- the device side -------------------------------------------------------------------------------------------------
@@ -263,38 +242,81 @@ def _allocate(plan: Plan, kinds: dict[str, str], dtypes: dict[str, jnp.dtype]) -
     return jax.jit(lambda: {name: tuple(jnp.zeros(*p) for p in found) for name, found in layout.items()})()
 
 
-@functools.partial(jax.jit, donate_argnums=0)
-def _update(stack: Array, piece: Array, at: Array) -> Array:
-    """Write a piece at index ``at`` (one entry per axis of the stack), converted to the stack's dtype."""
+def _place(stack: Array, piece: Array, at: Array) -> Array:
     piece = piece.astype(stack.dtype).reshape((1,) * (stack.ndim - piece.ndim) + piece.shape)
     return jax.lax.dynamic_update_slice(stack, piece, tuple(at))
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def _update_decoded(stack: Array, codes: Array, scales: Array, at: Array) -> Array:
-    """The same for a packed piece of a mixed stack: e2m1 * e4m3, exact, without the global scale."""
-    piece = nvfp4.decode(codes, scales, stack.dtype)
-    piece = piece.reshape((1,) * (stack.ndim - piece.ndim) + piece.shape)
-    return jax.lax.dynamic_update_slice(stack, piece, tuple(at))
+def _update(stack: Array, piece: Array, at: Array) -> Array:
+    """Write a piece at index ``at`` (one entry per axis of the stack), converted to the stack's dtype."""
+    return _place(stack, piece, at)
 
 
-def _write(planes: dict[str, tuple[Array, ...]], piece: Piece, arrays: tuple[np.ndarray, ...], kind: str) -> None:
-    """Put one prepared piece into its leaf and wait: a transfer still running would keep its host memory alive."""
+@functools.partial(jax.jit, donate_argnums=(0, 1))
+def _update_packed(codes: Array, scales: Array, records: Array, at: Array) -> tuple[Array, Array, Array]:
+    """Write NVFP4 records into the two planes; also returns the scale bytes' (largest, number with the sign bit)."""
+    piece_codes, piece_scales, found = repack(records)
+    return _place(codes, piece_codes, at), _place(scales, piece_scales, at), found
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _update_decoded(stack: Array, records: Array, at: Array) -> tuple[Array, Array]:
+    """The same for a stack of mixed kinds: e2m1 * e4m3, exact, without the global scale."""
+    codes, scales, found = repack(records)
+    return _place(stack, nvfp4.decode(codes, scales, stack.dtype), at), found
+
+
+def repack(
+    records: UInt8[Array, "... B36"],
+) -> tuple[UInt8[Array, "... B32"], UInt8[Array, "... B4"], Array]:
+    """GGUF records -> codes (neighbours share a byte), clean scales, and int32 (largest byte, bytes with sign bit).
+
+    The same as nvfp4.repack_gguf, traceable. In a record's 16-weight group byte b holds weight b (low nibble) and
+    weight b+8 (high nibble). Scale bytes: sign bit cleared, then 0x7F becomes 0; the caller refuses 0xFF.
+    """
+    *lead, width = records.shape
+    blocks = records.reshape(*lead, width // nvfp4.GGUF_BYTES, nvfp4.GGUF_BYTES)
+    raw = blocks[..., :4]
+    clean = raw & jnp.uint8(0x7F)
+    clean = jnp.where(clean == jnp.uint8(0x7F), jnp.uint8(0), clean)
+    pairs = blocks[..., 4:].reshape(*blocks.shape[:-1], 4, 4, 2)
+    even, odd = pairs[..., 0], pairs[..., 1]
+    low = (even & jnp.uint8(0x0F)) | (odd << jnp.uint8(4))
+    high = (even >> jnp.uint8(4)) | (odd & jnp.uint8(0xF0))
+    codes = jnp.concatenate([low, high], axis=-1)
+    found = jnp.stack([raw.max().astype(jnp.int32), (raw > jnp.uint8(0x7F)).sum(dtype=jnp.int32)])
+    return codes.reshape(*lead, -1), clean.reshape(*lead, -1), found
+
+
+def _write(planes: dict[str, tuple[Array, ...]], piece: Piece, host: np.ndarray, kind: str) -> int:
+    """Put one piece into its leaf and wait, since a transfer still running would keep its host memory alive.
+
+    Returns the number of block scales whose sign bit was cleared; raises CheckpointError for a scale byte of 0xFF.
+    """
     source = piece.fill.source
     stacks = planes[source.leaf]
     at = [0] * stacks[0].ndim
     if source.index is not None:
         at[0] = source.index
-    first = stacks[0].ndim - (arrays[0].ndim)  # axis of the stack that the first axis of the piece runs along
-    at[first] = piece.start
+    at[-host.ndim] += piece.start  # the axis that the first axis of the piece runs along
     if source.row:
         at[-2] += source.row
     index = np.array(at, np.int32)
-    if kind == "scaled" and piece.fill.kind == NVFP4:
-        planes[source.leaf] = (_update_decoded(stacks[0], *arrays, index),)
-    else:
-        planes[source.leaf] = tuple(_update(s, a, index) for s, a in zip(stacks, arrays, strict=True))
-    jax.block_until_ready(planes[source.leaf])
+    if piece.fill.kind != NVFP4:
+        planes[source.leaf] = (jax.block_until_ready(_update(stacks[0], host, index)),)
+        return 0
+    update = _update_packed if kind == "packed" else _update_decoded
+    *updated, found = jax.block_until_ready(update(*stacks, host, index))
+    planes[source.leaf] = tuple(updated)
+    largest, signed = (int(n) for n in np.asarray(found))
+    if largest == 0xFF:
+        tensor = piece.fill.tensors[0]
+        raise CheckpointError(
+            f"{tensor.file.path}: {short(tensor.name)}: a block scale is 0xFF, which decoders read as 0 or as 480; "
+            "convert the checkpoint again with scales in 0x00..0x7E"
+        )
+    return signed
 
 
 # -- reporting -------------------------------------------------------------------------------------------------------

@@ -66,11 +66,11 @@ def open_checkpoint(
     config: str | os.PathLike | FlintConfig | None = None,
     tokenizer: str | os.PathLike | None = None,
 ) -> Checkpoint:
-    """Open a folder, a .gguf file, a .safetensors file, an index, or a hub id (``owner/name``, ``owner/name:file.gguf``).
+    """Open a folder, a .gguf, a .safetensors, an index, or a hub id (``owner/name`` or ``owner/name:file.gguf``).
 
-    A .gguf file stands for itself; a folder may hold a config.json, tokenizer.json or generation_config.json next to its
-    .gguf, which then win. ``config`` (a config.json, its folder, or a FlintConfig) and ``tokenizer`` (a folder or .gguf)
-    win over both. Only headers are read: no weight is touched.
+    A .gguf file stands for itself; a folder may hold a config.json, tokenizer.json or generation_config.json next to
+    its .gguf, which then win. ``config`` (a config.json, its folder, or a FlintConfig) and ``tokenizer`` (a folder or
+    .gguf) win over both. Only headers are read: no weight is touched.
 
     Raises CheckpointError for files that are damaged, incomplete, ambiguous or of other types, and ConfigError for a
     configuration that this model cannot run or that contradicts the tensors.

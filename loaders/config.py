@@ -121,11 +121,14 @@ _SUSPECT = re.compile(
 _ONE_IS_NEUTRAL = re.compile(r"scal|multiplier|factor|freq|step|group|chunk")
 # Names that the pattern above catches although they only concern training, bookkeeping or other software.
 _HARMLESS = {
-    "attention_dropout", "attn_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop", "hidden_dropout", "classifier_dropout",
+    "attention_dropout", "attn_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop", "hidden_dropout",
+    "classifier_dropout",
     "attn_implementation", "_attn_implementation", "_experts_implementation", "experts_implementation",
     "router_aux_loss_coef", "output_router_logits", "router_z_loss_coef", "router_jitter_noise", "expert_dropout",
-    "initializer_range", "use_cache", "torch_dtype", "dtype", "head_dtype", "max_window_layers", "chunk_size_feed_forward",
-    "moe_aux_loss_coef", "moe_z_loss_coef", "seq_aux", "aux_loss_alpha", "pretraining_tp", "ep_size", "moe_token_dropping",
+    "initializer_range", "use_cache", "torch_dtype", "dtype", "head_dtype", "max_window_layers",
+    "chunk_size_feed_forward",
+    "moe_aux_loss_coef", "moe_z_loss_coef", "seq_aux", "aux_loss_alpha", "pretraining_tp", "ep_size",
+    "moe_token_dropping",
     "bad_words_ids", "cross_attention_hidden_size",
 }  # fmt: skip
 
@@ -149,7 +152,7 @@ def read_json(path: str | Path) -> dict[str, Any]:
 
 
 def config_from_json(values: Mapping[str, Any]) -> FlintConfig:
-    """The content of config.json -> FlintConfig. Raises ConfigError naming every key that is missing or not supported."""
+    """The content of config.json -> FlintConfig. Raises ConfigError naming each missing or unsupported key."""
     problems: list[str] = []
     values = {key: value for key, value in values.items() if value is not None}
     _check_identity(values, problems)
@@ -259,8 +262,8 @@ def _layers(values: Mapping[str, Any], layers: int, problems: list[str]) -> dict
         size = f"{len(kinds)} entries" if isinstance(kinds, list) else _short(kinds)
         odd = sorted({str(k) for k in kinds} - {FULL, SLIDING}) if isinstance(kinds, list) else []
         problems.append(
-            f"layer_types has {size}{f', unknown kinds {odd}' if odd else ''}; need one of {FULL}, {SLIDING} for each of "
-            f"the {layers} layers (num_hidden_layers)"
+            f"layer_types has {size}{f', unknown kinds {odd}' if odd else ''}; need one of {FULL}, {SLIDING} for each "
+            f"of the {layers} layers (num_hidden_layers)"
         )
         kinds = default
     if not window_on and SLIDING in kinds:

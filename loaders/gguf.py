@@ -1,7 +1,7 @@
 """GGUF files: our own reader of the header, bounds checked, over a memory map.
 
-Every count and length in the file is compared with what is left of the file before it is believed, and capped: a damaged
-header costs milliseconds and a few megabytes, and ends in a CheckpointError.
+Every count and length in the file is compared with what is left of the file before it is believed, and capped: a
+damaged header costs milliseconds and a few megabytes, and ends in a CheckpointError.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ def resolve(path: str | os.PathLike) -> Path:
     if local.exists():
         return local
     match = _HUB_ID.fullmatch(str(path)) if isinstance(path, str) else None
-    if match is None or path.endswith((".safetensors", ".gguf", ".json")) and match["file"] is None:
+    if match is None or (match["file"] is None and path.endswith((".safetensors", ".gguf", ".json"))):
         return local  # the caller says that it is not there
     return _download(match["repo"], match["file"])
 

@@ -6,7 +6,8 @@ columns in]; L layers, Lm of them with experts, Ld dense)::
     embed [V,D]  final_norm [D]  head [V,D]
     attn_norm, mlp_norm [L,D]  qkv [L,(N+2K)*H,D]  q_norm, k_norm [L,H]  sinks [L,N]  o [L,D,N*H]
     dense_gate_up [Ld,2F,D]  dense_down [Ld,D,F]
-    router [Lm,E,D]  expert_gate_up [Lm,E,2Fe,D]  expert_down [Lm,E,D,Fe]  shared_gate_up [Lm,2Fs,D]  shared_down [Lm,D,Fs]
+    router [Lm,E,D]  expert_gate_up [Lm,E,2Fe,D]  expert_down [Lm,E,D,Fe]
+    shared_gate_up [Lm,2Fs,D]  shared_down [Lm,D,Fs]
 
 A ``Source`` says which tensor(s) of the file fill which rows of which layer of which leaf. Every tensor that the model
 consumes is declared here and nowhere else, so a tensor left over is an error and so is one that is missing.
@@ -89,7 +90,7 @@ class Plan:
         return sum(t.nbytes for fill in self.fills for t in fill.tensors)
 
 
-# No published file packs these, and a packed one would have to be rounded: the global scale has no accumulator to go to.
+# No published file packs these, and we would have to round: their global scale has no accumulator to go to.
 PLAIN_ONLY = ("embed", "final_norm", "attn_norm", "mlp_norm", "q_norm", "k_norm", "sinks", "router")
 
 

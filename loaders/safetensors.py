@@ -129,7 +129,7 @@ def _read_header(file: MappedFile) -> list[RawTensor]:
     if length > file.size - 8 or length > MAX_HEADER:
         limit = min(file.size - 8, MAX_HEADER)
         raise CheckpointError(
-            f"{file.path}: a header of {length} bytes, at most {limit} are possible: not a safetensors file, or truncated"
+            f"{file.path}: a header of {length} bytes, at most {limit} are possible: another format, or truncated"
         )
     if file.data[8:9] != b"{":
         raise CheckpointError(f"{file.path}: no JSON header: not a safetensors file")
