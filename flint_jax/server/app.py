@@ -1,0 +1,83 @@
+"""The ASGI application: routes, and the layers around them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from flint_jax.server.chat_completions import chat_completions
+from flint_jax.server.completions import completions
+from flint_jax.server.errors import ApiError
+from flint_jax.server.middleware import Gate, RequestIds
+from flint_jax.server.models import list_models, one_model
+from flint_jax.server.settings import LOCAL_ORIGINS, ServerSettings
+from flint_jax.server.state import ServerState
+from flint_jax.server.status import health, version
+from flint_jax.server.tokenization import detokenize, tokenize
+
+ROUTES = (
+    Route("/health", health, methods=["GET"]),
+    Route("/version", version, methods=["GET"]),
+    Route("/v1/models", list_models, methods=["GET"]),
+    Route("/v1/models/{name:path}", one_model, methods=["GET"]),
+    Route("/v1/chat/completions", chat_completions, methods=["POST"]),
+    Route("/v1/completions", completions, methods=["POST"]),
+    Route("/tokenize", tokenize, methods=["POST"]),
+    Route("/detokenize", detokenize, methods=["POST"]),
+)
+
+
+def create_app(state: ServerState) -> Starlette:
+    """The application for ``state``; it answers 503 until ``state.set_ready`` is called on the event loop."""
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        watcher = asyncio.create_task(state.watch())
+        yield
+        watcher.cancel()
+
+    app = Starlette(
+        routes=list(ROUTES),
+        lifespan=lifespan,
+        middleware=[Middleware(RequestIds), _cors(state.settings), Middleware(Gate, state=state)],
+        exception_handlers={HTTPException: _http_error},
+    )
+    app.router.redirect_slashes = False
+    app.state.server = state
+    return app
+
+
+def _cors(settings: ServerSettings) -> Middleware:
+    origins = settings.allowed_origins
+    return Middleware(
+        CORSMiddleware,
+        allow_origins=list(origins),
+        allow_origin_regex=None if origins else LOCAL_ORIGINS,
+        allow_methods=["*"],
+        allow_headers=["*"],
+        expose_headers=["x-request-id", "retry-after"],
+    )
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    """404 and 405 of the router, in the shape of all other errors."""
+    assert isinstance(error, HTTPException)
+    path, method = request.url.path, request.method
+    if error.status_code == 404:
+        known = {route.path for route in ROUTES}
+        hint = f"; did you mean /v1{path}?" if f"/v1{path}" in known else ""
+        return ApiError(404, f"there is no route {method} {path}{hint}", code="unknown_route").response()
+    if error.status_code == 405:
+        response = ApiError(405, f"{path} does not take {method}", code="method_not_allowed").response()
+        response.headers.update(error.headers or {})
+        return response
+    return ApiError(error.status_code, str(error.detail)).response()

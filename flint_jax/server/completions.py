@@ -1,0 +1,225 @@
+"""POST /v1/completions: text in, text out; prompts as text or token ids, one or many."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+import uuid
+from collections.abc import AsyncIterator
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from flint_jax.server import sse
+from flint_jax.server.body import Fields, log_unknown, read_object
+from flint_jax.server.choices import Choice, Piece, Token
+from flint_jax.server.errors import bad_request
+from flint_jax.server.jobs import Job
+from flint_jax.server.logprobs import completion_logprobs
+from flint_jax.server.models import reply_name
+from flint_jax.server.replies import JsonReply
+from flint_jax.server.running import encode_text, finished, pieces
+from flint_jax.server.sampling_fields import (
+    Sampling,
+    check_length,
+    check_token_id,
+    read_sampling,
+    read_stream_options,
+)
+from flint_jax.server.state import ServedModel, ServerState
+from flint_jax.server.usage import usage
+
+DEFAULT_MAX_TOKENS = 16  # OpenAI's, and only for this route
+_MAX_CHOICES = 4096  # prompts times n in one request
+_IGNORED = frozenset({"user", "store", "metadata", "service_tier", "prompt_cache_key", "safety_identifier"})
+
+
+@dataclasses.dataclass
+class _Plan:
+    """A checked request."""
+
+    name: str
+    prompts: list[list[int]]
+    echoes: list[str]  # the text put before each prompt's output; "" unless echo
+    sampling: Sampling
+    generate: bool  # False for max_tokens 0
+    logprobs: int | None
+    stream: bool
+    usage_chunk: bool
+    usage_every: bool
+
+    @property
+    def n(self) -> int:
+        return self.sampling.n
+
+
+async def completions(request: Request) -> Response:
+    """Answer a text completion."""
+    state: ServerState = request.app.state.server
+    served = state.served
+    fields = await read_object(request, state.settings.max_request_bytes)
+    plan = await _read(fields, state, served)
+    log_unknown(fields, _IGNORED)
+    reply = _Reply(served, plan)
+    job = state.open_job(len(plan.prompts) * plan.n if plan.generate else 0)
+    try:
+        if plan.generate:
+            reply.submit(job)
+    except BaseException:
+        job.close()
+        raise
+    if plan.stream:
+        return sse.EventStream(job, reply.frames(job), request.state.request_id)
+    with job:
+        job.watch_client(request.receive)
+        return JsonReply(await reply.whole(job))
+
+
+async def _read(fields: Fields, state: ServerState, served: ServedModel) -> _Plan:
+    name = reply_name(fields, state)
+    stream, usage_chunk, usage_every = read_stream_options(fields, force_usage=state.settings.force_usage)
+    echo = fields.boolean("echo")
+    max_tokens = fields.integer("max_tokens", DEFAULT_MAX_TOKENS, 0)
+    logprobs = fields.integer("logprobs", None, 0, state.settings.max_logprobs)
+    if echo and logprobs is not None:
+        raise fields.error(
+            "echo",
+            "together with logprobs asks for the log-probabilities of the prompt, which this server cannot give yet; "
+            "score from Python with flint_jax.load(...).score",
+            "unsupported_parameter",
+        )
+    fields.unsupported("suffix")
+    fields.unsupported("prompt_embeds")
+    fields.unsupported("response_format", allowed=({"type": "text"},))
+    sampling = read_sampling(fields, served, max_tokens=max_tokens or None, logprobs=logprobs)
+    given = _prompts(fields, served)
+    if len(given) * sampling.n > _MAX_CHOICES:
+        raise fields.error("prompt", f"has {len(given)} prompts of {sampling.n} choices; at most {_MAX_CHOICES} in all")
+    special = fields.boolean("add_special_tokens", True)
+    prompts = [await encode_text(served, p, special) if isinstance(p, str) else p for p in given]
+    for ids in prompts:
+        if not ids and max_tokens:
+            raise fields.error("prompt", "is empty: there is no token to continue from")
+        check_length(served, len(ids), wanted=1 if max_tokens else 0, param="prompt")
+    echoes = [""] * len(given)
+    if echo:
+        echoes = [p if isinstance(p, str) else served.tokenizer.decode(p) for p in given]
+    return _Plan(
+        name=name,
+        prompts=prompts,
+        echoes=echoes,
+        sampling=sampling,
+        generate=max_tokens > 0,
+        logprobs=logprobs,
+        stream=stream,
+        usage_chunk=usage_chunk,
+        usage_every=usage_every,
+    )
+
+
+def _prompts(fields: Fields, served: ServedModel) -> list[str | list[int]]:
+    """The prompts: a string, token ids, or a list of either kind."""
+    value = fields.raw("prompt")
+    if value is None:
+        raise bad_request("prompt is missing", "prompt", "missing_required_parameter")
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, list) or not value:
+        raise fields.error("prompt", "must be a string, an array of token ids, or a non-empty array of these")
+    if all(isinstance(p, int) and not isinstance(p, bool) for p in value):
+        value = [value]
+    for prompt in value:
+        if isinstance(prompt, list):
+            for token_id in prompt:
+                check_token_id(fields, "prompt", token_id, served.vocab_size)
+        elif not isinstance(prompt, str):
+            raise fields.error("prompt", "must be a string, an array of token ids, or an array of these")
+    return value
+
+
+class _Reply:
+    """Builds the wire format. Choice i belongs to prompt i // n."""
+
+    def __init__(self, served: ServedModel, plan: _Plan):
+        self._served, self._plan = served, plan
+        self._head = {
+            "id": f"cmpl-{uuid.uuid4().hex}",
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": plan.name,
+        }
+        self._choices = [
+            Choice(i, served.tokenizer, plan.sampling.text, thoughts=None) for i in range(len(plan.prompts) * plan.n)
+        ]
+
+    def submit(self, job: Job) -> None:
+        """Hand every prompt to the engine, n times."""
+        for ids in self._plan.prompts:
+            for params in self._plan.sampling.for_prompt(self._served, ids, param="prompt"):
+                job.submit(ids, params, self._head["id"])
+
+    async def whole(self, job: Job) -> dict[str, Any]:
+        """The reply in one object."""
+        texts = [self._echo(c.index) for c in self._choices]
+        tokens: list[list[Token]] = [[] for _ in self._choices]
+        ends: list[Piece] = [Piece(c.index, finish_reason="length") for c in self._choices]
+        async for piece in finished(self._pieces(job)):
+            texts[piece.index] += piece.content
+            tokens[piece.index] += piece.tokens
+            if piece.finish_reason:
+                ends[piece.index] = piece
+        choices = [self._choice(end, text, toks) for end, text, toks in zip(ends, texts, tokens, strict=True)]
+        return self._head | {"choices": choices, "usage": self._usage()}
+
+    async def frames(self, job: Job) -> AsyncIterator[bytes]:
+        """The reply as server-sent events."""
+        begun = set()
+        async for piece in self._pieces(job):
+            if piece is None:
+                yield sse.KEEP_ALIVE
+                continue
+            text = piece.content
+            if piece.index not in begun:
+                begun.add(piece.index)
+                text = self._echo(piece.index) + text
+            if text or piece.tokens or piece.finish_reason:
+                yield self._chunk([self._choice(piece, text, piece.tokens)])
+        if self._plan.usage_chunk:
+            yield sse.event(self._head | {"choices": [], "usage": self._usage()})
+        yield sse.DONE
+
+    def _pieces(self, job: Job) -> AsyncIterator[Piece | None]:
+        if self._plan.generate:
+            return pieces(job, self._choices)
+        return _no_output(self._choices)
+
+    def _chunk(self, choices: list[dict[str, Any]]) -> bytes:
+        chunk = self._head | {"choices": choices}
+        if self._plan.usage_every:
+            chunk["usage"] = self._usage()
+        elif self._plan.usage_chunk:
+            chunk["usage"] = None
+        return sse.event(chunk)
+
+    def _choice(self, piece: Piece, text: str, tokens: list[Token]) -> dict[str, Any]:
+        logprobs = None
+        if self._plan.logprobs is not None:
+            shift = len(self._echo(piece.index))
+            logprobs = completion_logprobs(self._served.tokenizer, tokens, self._plan.logprobs, shift)
+        choice = {"index": piece.index, "text": text, "logprobs": logprobs, "finish_reason": piece.finish_reason}
+        if piece.stop_reason is not None:
+            choice["stop_reason"] = piece.stop_reason
+        return choice
+
+    def _echo(self, index: int) -> str:
+        return self._plan.echoes[index // self._plan.n]
+
+    def _usage(self) -> dict[str, Any]:
+        return usage([len(p) for p in self._plan.prompts], self._choices, self._plan.n, thoughts=False)
+
+
+async def _no_output(choices: list[Choice]) -> AsyncIterator[Piece | None]:
+    """max_tokens 0: every choice ends at once, and the engine is not asked."""
+    for choice in choices:
+        yield Piece(choice.index, finish_reason="length")

@@ -1,0 +1,83 @@
+"""What can go wrong with a request, and what the client is told: one exception, one shape, one table.
+
+The shape is OpenAI's: ``{"error": {"message", "type", "param", "code"}}``. Clients retry 408, 409, 429 and 5xx on their
+own, so a wrong 500 costs three runs: everything that the request caused is a 4xx.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from starlette.exceptions import HTTPException
+
+from flint_jax.errors import FlintError, RequestError
+from flint_jax.server.replies import JsonReply
+
+log = logging.getLogger("flint_jax.server")
+
+# status -> ``type`` of the error object
+ERROR_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    413: "invalid_request_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "service_unavailable_error",
+}
+
+# ``code`` of a RequestError -> status, where it is not 400
+CODE_STATUS = {
+    "model_not_found": 404,
+    "queue_full": 429,
+    "engine_failed": 500,
+    "shutting_down": 503,
+}
+
+RETRY_AFTER_S = 2  # openai's client waits this long before its first retry of a 429 or 503
+
+
+class ApiError(Exception):
+    """An answer other than 200. ``status`` is the HTTP status; the rest goes into the error object."""
+
+    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None):
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The JSON object to send."""
+        kind = ERROR_TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> JsonReply:
+        """The HTTP response, with Retry-After where trying again makes sense."""
+        headers = {"retry-after": str(RETRY_AFTER_S)} if self.status in (429, 503) else {}
+        if self.status == 401:
+            headers["www-authenticate"] = "Bearer"
+        return JsonReply(self.body, self.status, headers)
+
+
+class ClientGone(Exception):
+    """The client closed its connection: nobody is left to answer."""
+
+
+def bad_request(message: str, param: str | None = None, code: str | None = "invalid_value") -> ApiError:
+    """A 400."""
+    return ApiError(400, message, param=param, code=code)
+
+
+def to_api_error(error: BaseException, request_id: str = "") -> ApiError:
+    """The answer to any exception. What we did not foresee is logged with its traceback and told without one."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, RequestError):
+        return ApiError(CODE_STATUS.get(error.code or "", 400), str(error), param=error.param, code=error.code)
+    if isinstance(error, FlintError):
+        return ApiError(400, str(error), code="invalid_value")
+    if isinstance(error, HTTPException):
+        return ApiError(error.status_code, str(error.detail))
+    log.error("request %s failed", request_id, exc_info=error)
+    return ApiError(500, f"internal server error; the server's log has it under request id {request_id}")

@@ -1,0 +1,138 @@
+"""From settings to a served model: the one place where the server meets jax, and only when it is called."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from flint_jax.errors import FlintError
+from flint_jax.server.flags import ModelSettings, main_parse
+from flint_jax.server.run import StartError, address, bind, one_line, serve
+from flint_jax.server.settings import ServerSettings
+from flint_jax.server.state import ServedModel
+
+# ``--generation-config none``: no filter, as in OpenAI's API.
+_NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """What ``python serve.py`` does; returns the exit code."""
+    model, server = main_parse(sys.argv[1:] if argv is None else argv)
+    sock = None
+    try:
+        check_path(model)
+        sock = bind(server.host, server.port)
+    except (StartError, FlintError) as e:
+        print(f"serve.py: error: {one_line(e)}", file=sys.stderr)
+        return 2
+    url = address(sock)
+    print(f"Listening on {url}; it answers 503 until the model is loaded.", flush=True)
+    return serve(
+        server,
+        sock,
+        load=lambda progress: load(model, progress),
+        on_ready=lambda served: print(banner(served, model, server, url), flush=True),
+    )
+
+
+def check_path(model: ModelSettings) -> None:
+    """Read the headers of a local checkpoint, so that a wrong or damaged one is refused before the port opens.
+
+    Raises StartError or FlintError.
+    """
+    if model.model is None:
+        return
+    path = Path(model.model).expanduser()
+    if path.exists():
+        from loaders import open_checkpoint
+
+        open_checkpoint(path, config=model.config, tokenizer=model.tokenizer)
+    elif path.is_absolute() or model.model.count("/") != 1 or model.model.startswith((".", "~")):
+        raise StartError(f"{model.model}: no such file or folder, and not a hub id of the form owner/name")
+
+
+def load(settings: ModelSettings, progress: Callable[[str], None]) -> ServedModel:
+    """Load, compile and start the engine. Raises FlintError or StartError with a message for the user."""
+    progress("importing jax")
+    from flint_jax import lm as loading
+    from flint_jax import sampling
+    from flint_jax.chat import ChatTemplate
+
+    progress("loading weights")
+    lm = loading.load(
+        settings.model,
+        dtype="bfloat16" if settings.dtype == "auto" else settings.dtype,
+        numerics=settings.numerics,
+        kernels=settings.kernels,
+        config=settings.config,
+        tokenizer=settings.tokenizer,
+    )
+    if lm.tokenizer is None:
+        raise StartError(f"{settings.model} has no tokenizer; give a folder that has one with --tokenizer")
+    source = settings.chat_template or lm.chat_template
+    template = ChatTemplate.from_tokenizer(lm.tokenizer, source) if source else None
+    generation = dict(lm.generation) if settings.use_generation_config else _NEUTRAL
+    sampling.resolve(_silent(sampling.SamplingParams), generation)  # a bad generation config is refused now
+    progress("sizing the KV cache")
+    engine = lm.make_engine(
+        max_model_len=settings.max_model_len,
+        max_num_seqs=settings.max_num_seqs,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        gpu_memory_utilization=settings.gpu_memory_utilization,
+        seed=settings.seed,
+        progress=lambda step, done, total: progress(f"compiling {step}, {done} of {total}"),
+    )
+    engine.start()
+    return ServedModel(
+        names=settings.served_names or (lm.name,),
+        engine=engine,
+        tokenizer=lm.tokenizer,
+        template=template,
+        generation=generation,
+        params=sampling.SamplingParams,
+        resolve=sampling.resolve,
+        vocab_size=lm.config.vocab_size,
+        max_num_seqs=engine.stats()["slots"],
+    )
+
+
+def _silent(params: Any) -> Any:
+    return params(temperature=None, top_p=None, top_k=None, min_p=None, repetition_penalty=None)
+
+
+def banner(served: ServedModel, model: ModelSettings, server: ServerSettings, url: str) -> str:
+    """What the user reads when the server is ready."""
+    engine = served.engine
+    lines = [f"Ready: {served.names[0]}" + ("" if model.model else " (tiny embedded model; its answers are nonsense)")]
+    lines += ["Device memory:", engine.memory.table()] if hasattr(engine, "memory") else []
+    defaults = ", ".join(f"{k} {v}" for k, v in _sampling_defaults(served).items())
+    key = ' -H "Authorization: Bearer $KEY"' if server.api_keys else ""
+    body = '{"messages": [{"role": "user", "content": "Hello"}]}'
+    return "\n".join(
+        [
+            *lines,
+            f"Context {served.max_model_len} tokens, {served.max_num_seqs} requests at a time. "
+            f"Sampling defaults: {defaults}.",
+            f"OpenAI base URL: {url}{server.root_path}/v1",
+            f"Try:  curl {url}/v1/chat/completions{key} -d '{body}'",
+        ]
+    )
+
+
+def _sampling_defaults(served: ServedModel) -> dict[str, Any]:
+    params = served.resolve(_silent(served.params), served.generation)
+    return {name: getattr(params, name) for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
+
+
+def entry() -> None:
+    """Run and leave with the exit code; a reader that closes our output early is no error."""
+    try:
+        code = main()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 0
+    raise SystemExit(code)

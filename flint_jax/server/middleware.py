@@ -1,0 +1,95 @@
+"""What happens around every request: an id, a key, a refusal while there is no model, and a last answer to any error.
+
+Plain ASGI: Starlette's middleware class would hide a client's disconnect from the endpoints.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import re
+import uuid
+
+from starlette.datastructures import Headers, MutableHeaders
+
+from flint_jax.server.errors import ApiError, ClientGone, to_api_error
+from flint_jax.server.state import ServerState
+
+log = logging.getLogger("flint_jax.server")
+
+_SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+OPEN_PATHS = frozenset({"/health"})  # need no key
+ALWAYS_PATHS = frozenset({"/health", "/version"})  # are answered without a model
+
+
+class RequestIds:
+    """Gives every request an id: the client's own ``x-request-id`` if it is sane, else a new one. Sends it back."""
+
+    def __init__(self, app):
+        self._app = app
+
+    async def __call__(self, scope, receive, send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = Headers(scope=scope).get("x-request-id", "")
+        request_id = given if _SANE_ID.fullmatch(given) else uuid.uuid4().hex
+        scope.setdefault("state", {})["request_id"] = request_id
+
+        async def send_with_id(message):
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)["x-request-id"] = request_id
+            await send(message)
+
+        await self._app(scope, receive, send_with_id)
+
+
+class Gate:
+    """Asks for a key, refuses while there is no model, and turns whatever goes wrong inside into OpenAI's shape."""
+
+    def __init__(self, app, state: ServerState):
+        self._app, self._state = app, state
+        self._keys = [key.encode() for key in state.settings.api_keys]
+
+    async def __call__(self, scope, receive, send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        started = False
+
+        async def watched_send(message):
+            nonlocal started
+            started = started or message["type"] == "http.response.start"
+            await send(message)
+
+        try:
+            self._check(scope)
+            await self._app(scope, receive, watched_send)
+        except ClientGone:
+            return
+        except Exception as e:
+            error = to_api_error(e, scope["state"]["request_id"])
+            if started:
+                raise
+            await error.response()(scope, receive, send)
+
+    def _check(self, scope) -> None:
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        if scope["method"] == "OPTIONS":
+            return
+        if self._keys and path not in OPEN_PATHS and not self._has_key(Headers(scope=scope)):
+            raise ApiError(
+                401,
+                "no valid API key: send one as 'Authorization: Bearer KEY' or 'x-api-key: KEY'",
+                code="invalid_api_key",
+            )
+        refusal = self._state.refusal()
+        if refusal is not None and path not in ALWAYS_PATHS:
+            raise refusal
+
+    def _has_key(self, headers: Headers) -> bool:
+        scheme, _, token = headers.get("authorization", "").partition(" ")
+        given = [token.strip()] if scheme.lower() == "bearer" else []
+        given.append(headers.get("x-api-key", ""))
+        # every pair is compared, each in constant time
+        return any([hmac.compare_digest(g.encode("latin-1", "replace"), key) for g in given for key in self._keys])

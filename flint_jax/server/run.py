@@ -1,0 +1,172 @@
+"""One server process: open the port, load in the background, serve, stop in good order.
+
+Exit codes: 0 after SIGTERM or SIGINT, 1 when something broke, 2 when the command line asked for something impossible
+(bad path, damaged checkpoint, port in use). A second SIGINT ends the process at once, with 130.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable
+
+import uvicorn
+
+from flint_jax.errors import FlintError
+from flint_jax.server.app import create_app
+from flint_jax.server.settings import ServerSettings
+from flint_jax.server.state import ServedModel, ServerState
+
+log = logging.getLogger("flint_jax.server")
+
+_LAST_WORDS_S = 2.0  # for clients to read the error that ends their stream
+_IDLE_CONNECTION_S = 75  # longer than the 60 s after which most clients and proxies drop an idle connection themselves
+
+
+class StartError(Exception):
+    """The server cannot start; the message is one line for the user."""
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket. Raises StartError when the address is taken or not ours."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((host, port))
+        sock.listen(2048)
+    except (OSError, OverflowError) as e:
+        sock.close()
+        reason = e.strerror if isinstance(e, OSError) and e.strerror else str(e)
+        raise StartError(f"cannot listen on {host}:{port}: {reason}; choose another with --host or --port") from None
+    sock.setblocking(False)
+    return sock
+
+
+def address(sock: socket.socket) -> str:
+    """The URL of a listening socket, as a client on this machine would write it."""
+    host, port = sock.getsockname()[:2]
+    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
+    return f"http://{host}:{port}"
+
+
+class _Uvicorn(uvicorn.Server):
+    """Uvicorn without its signal handlers: it would raise the signal again at the end, and the exit code is ours."""
+
+    @contextlib.contextmanager
+    def capture_signals(self):
+        yield
+
+
+def make_server(settings: ServerSettings, state: ServerState) -> uvicorn.Server:
+    """The HTTP server for ``state``; run it with ``serve(sockets=[...])``."""
+    return _Uvicorn(
+        uvicorn.Config(
+            create_app(state),
+            http="h11",
+            ws="none",
+            lifespan="on",
+            log_level=settings.log_level,
+            access_log=settings.access_log,
+            server_header=False,
+            root_path=settings.root_path,
+            timeout_keep_alive=_IDLE_CONNECTION_S,
+            timeout_graceful_shutdown=int(settings.shutdown_timeout_s + _LAST_WORDS_S) + 1,
+        )
+    )
+
+
+def serve(
+    settings: ServerSettings,
+    sock: socket.socket,
+    load: Callable[[Callable[[str], None]], ServedModel],
+    on_ready: Callable[[ServedModel], None] = lambda served: None,
+) -> int:
+    """Serve until a signal; returns the exit code.
+
+    load: called on another thread with a function that takes progress messages; its engine is started already.
+    on_ready: called on the event loop once requests are answered.
+    """
+    process = _Process(settings, load, on_ready)
+    code = asyncio.run(process.main(sock))
+    if process.loader.is_alive():  # it may be inside a compilation, which cannot be interrupted
+        _leave_now(code)
+    if process.state.served is not None:
+        process.state.served.engine.stop()
+    return code
+
+
+class _Process:
+    def __init__(self, settings: ServerSettings, load: Callable, on_ready: Callable):
+        self.settings, self._load, self._on_ready = settings, load, on_ready
+        self.state = ServerState(settings)
+        self._server = make_server(settings, self.state)
+        self._code = 0
+        self._interrupts = 0
+
+    async def main(self, sock: socket.socket) -> int:
+        self._loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._loop.add_signal_handler(number, self._on_signal, number)
+        self.loader = threading.Thread(target=self._load_on_thread, name="load", daemon=True)
+        self.loader.start()
+        await self._server.serve(sockets=[sock])
+        return self._code
+
+    def _load_on_thread(self) -> None:
+        try:
+            served = self._load(self.state.progress)
+        except BaseException as e:
+            self._tell_loop(self._loading_failed, e)
+        else:
+            self._tell_loop(self._loaded, served)
+
+    def _tell_loop(self, function: Callable, *args) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has ended: there is nobody to tell
+            self._loop.call_soon_threadsafe(function, *args)
+
+    def _loaded(self, served: ServedModel) -> None:
+        self.state.served = served
+        if not self._server.should_exit:
+            self.state.set_ready(served)
+            self._on_ready(served)
+
+    def _loading_failed(self, error: BaseException) -> None:
+        if isinstance(error, StartError | FlintError):
+            print(f"serve.py: error: {one_line(error)}", file=sys.stderr)
+            self._code = 2
+        else:
+            log.error("loading failed", exc_info=error)
+            print(f"serve.py: error: loading failed: {type(error).__name__}: {one_line(error)}", file=sys.stderr)
+            self._code = 1
+        self.state.set_failed(error)
+        self._server.should_exit = True
+
+    def _on_signal(self, number: int) -> None:
+        self._interrupts += number == signal.SIGINT
+        if self._interrupts > 1:
+            _leave_now(130)
+        if self._server.should_exit:
+            return
+        running, seconds = len(self.state.jobs), self.settings.shutdown_timeout_s
+        print(f"Stopping; {running} requests are running and get up to {seconds:g} s to finish.")
+        self.state.set_stopping()
+        self._server.should_exit = True
+        self._loop.call_later(self.settings.shutdown_timeout_s, self.state.close_jobs)
+
+
+def one_line(error: BaseException) -> str:
+    """The message on one line."""
+    return " ".join(str(error).split())
+
+
+def _leave_now(code: int) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

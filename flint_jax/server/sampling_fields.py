@@ -1,0 +1,148 @@
+"""The sampling fields that chat and text completions share, from JSON to settings."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+from flint_jax.server.body import Fields
+from flint_jax.server.choices import TextOptions
+from flint_jax.server.errors import bad_request
+from flint_jax.server.state import ServedModel
+
+_MAX_STOPS = 64  # stop strings a request; each is watched for at every character
+_MAX_STOP_LENGTH = 4096
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """What one request asks of the engine (``params``, defaults filled in) and of the text layer."""
+
+    params: Any
+    text: TextOptions
+    n: int
+
+    def for_prompt(self, served: ServedModel, prompt_ids: list[int], *, param: str) -> list[Any]:
+        """Settings of the ``n`` engine requests for one prompt, ``max_tokens`` cut to the room that is left.
+
+        Raises ApiError 400 ``context_length_exceeded`` when there is no room for a single token.
+        """
+        room = served.max_model_len - len(prompt_ids)
+        check_length(served, len(prompt_ids), wanted=1, param=param)
+        wanted = self.params.max_tokens
+        tokens = room if wanted is None else min(wanted, room)
+        fitted = self.params.replace(max_tokens=tokens, min_tokens=min(self.params.min_tokens, tokens))
+        return list(fitted.choices())
+
+
+def check_length(served: ServedModel, length: int, *, wanted: int, param: str) -> None:
+    """Raise ApiError 400 ``context_length_exceeded`` unless ``length`` + ``wanted`` tokens fit the context.
+
+    Agents look for the words "maximum context length is N tokens" to know that they must shorten their history.
+    """
+    limit = served.max_model_len
+    if length + wanted > limit:
+        output = f" and at least {wanted} for the output" if wanted else ""
+        raise bad_request(
+            f"This model's maximum context length is {limit} tokens. However, you requested {length} tokens in the "
+            f"{param}{output}. Please reduce the length of the {param}.",
+            param,
+            "context_length_exceeded",
+        )
+
+
+def read_sampling(fields: Fields, served: ServedModel, *, max_tokens: int | None, logprobs: int | None) -> Sampling:
+    """Sampling settings of a request; what it leaves out comes from the model's own defaults.
+
+    max_tokens, logprobs: already read by the endpoint, since the two endpoints name and default them differently.
+    Raises ApiError or RequestError, both naming the field.
+    """
+    stop = fields.strings("stop")
+    if len(stop) > _MAX_STOPS or any(not 0 < len(s) <= _MAX_STOP_LENGTH for s in stop):
+        raise fields.error(
+            "stop", f"needs at most {_MAX_STOPS} strings of 1 to {_MAX_STOP_LENGTH} characters, none empty"
+        )
+    n = fields.integer("n", 1, 1, 128)
+    params = served.params(
+        temperature=fields.number("temperature", low=0),
+        top_p=fields.number("top_p", low=0, high=1),
+        top_k=fields.integer("top_k", low=-1),
+        min_p=fields.number("min_p", low=0, high=1),
+        repetition_penalty=fields.number("repetition_penalty", low=0),
+        presence_penalty=fields.number("presence_penalty", 0.0, -2, 2),
+        frequency_penalty=fields.number("frequency_penalty", 0.0, -2, 2),
+        max_tokens=max_tokens,
+        min_tokens=fields.integer("min_tokens", 0, 0),
+        seed=fields.integer("seed"),
+        stop_token_ids=_token_ids(fields, served),
+        ignore_eos=fields.boolean("ignore_eos"),
+        logit_bias=_logit_bias(fields, served),
+        logprobs=logprobs,
+        n=n,
+    )
+    # Fields of vLLM that change the output and that we lack: refusing beats ignoring.
+    fields.unsupported("best_of", allowed=(n,), hint="ask for n choices instead")
+    fields.unsupported("use_beam_search")
+    fields.unsupported("prompt_logprobs")
+    fields.unsupported("bad_words")
+    fields.unsupported("allowed_token_ids")
+    fields.unsupported("logits_processors")
+    fields.unsupported("structured_outputs")
+    for name in ("guided_json", "guided_regex", "guided_choice", "guided_grammar"):
+        fields.unsupported(name)
+    text = TextOptions(
+        stop=tuple(stop),
+        stop_token_ids=params.stop_token_ids,
+        min_tokens=params.min_tokens,
+        include_stop=fields.boolean("include_stop_str_in_output"),
+        skip_special_tokens=fields.boolean("skip_special_tokens", True),
+    )
+    return Sampling(served.resolve(params, served.generation), text, n)
+
+
+def _token_ids(fields: Fields, served: ServedModel) -> tuple[int, ...]:
+    ids = fields.array("stop_token_ids") or []
+    for token_id in ids:
+        check_token_id(fields, "stop_token_ids", token_id, served.vocab_size)
+    return tuple(ids)
+
+
+def check_token_id(fields: Fields, name: str, token_id: Any, vocab_size: int) -> None:
+    """Raise ApiError unless ``token_id`` is a row of the model's head."""
+    if isinstance(token_id, bool) or not isinstance(token_id, int):
+        raise fields.error(name, "must hold whole numbers (token ids)", "invalid_type")
+    if not 0 <= token_id < vocab_size:
+        raise fields.error(name, f"holds token id {token_id:.40g}; the vocabulary has ids 0 to {vocab_size - 1}")
+
+
+def _logit_bias(fields: Fields, served: ServedModel) -> dict[int, float] | None:
+    given = fields.object("logit_bias")
+    if not given:
+        return None
+    bias = {}
+    for key, value in given.items():
+        if not (key.isascii() and key.isdigit() and len(key) < 12 and int(key) < served.vocab_size):
+            raise fields.error(
+                "logit_bias", f"has the key {key!r:.40}; need token ids from 0 to {served.vocab_size - 1}"
+            )
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise fields.error("logit_bias", f"of token {key} must be a number from -100 to 100", "invalid_type")
+        if not -100 <= value <= 100:
+            raise fields.error("logit_bias", f"of token {key} is {value}; need -100 to 100")
+        bias[int(key)] = float(value)
+    return bias
+
+
+def read_stream_options(fields: Fields, *, force_usage: bool) -> tuple[bool, bool, bool]:
+    """(stream, usage chunk at the end, usage on every chunk)."""
+    stream = fields.boolean("stream")
+    given = fields.object("stream_options")
+    if given is None:
+        return stream, stream and force_usage, False
+    if not stream:
+        raise fields.error("stream_options", "is only allowed together with stream: true")
+    options = Fields(given, prefix="stream_options.")
+    usage = options.boolean("include_usage")
+    every = options.boolean("continuous_usage_stats")
+    return stream, usage or force_usage, usage and every

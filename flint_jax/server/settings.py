@@ -1,0 +1,42 @@
+"""How the HTTP side behaves: the part of the command line that is not about the model."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+# Pages that the user opens on the same machine; others must be named with --allowed-origins.
+LOCAL_ORIGINS = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"
+
+
+@dataclasses.dataclass(frozen=True)
+class ServerSettings:
+    """Settings of the HTTP server.
+
+    api_keys: accepted keys; empty means that no key is asked for.
+    allowed_origins: web origins that may call from a browser; empty means pages of this machine; ("*",) means all.
+    strict_model: answer 404 to a model name that is not served, instead of serving the one there is.
+    max_request_bytes: largest request body.
+    keep_alive_s: seconds of silence after which a stream gets a comment line; 0 never.
+    shutdown_timeout_s: seconds that running requests get to finish; Docker kills after ten.
+    max_queued: requests that may wait beyond those that run; None means any number.
+    max_logprobs: largest number of alternatives per token.
+    force_usage: send the usage chunk in every stream.
+    template_kwargs: default arguments of the chat template.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_keys: tuple[str, ...] = ()
+    allowed_origins: tuple[str, ...] = ()
+    root_path: str = ""
+    strict_model: bool = False
+    max_request_bytes: int = 64 << 20
+    keep_alive_s: float = 10.0
+    shutdown_timeout_s: float = 8.0
+    max_queued: int | None = None
+    max_logprobs: int = 20
+    force_usage: bool = False
+    template_kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
+    log_level: str = "info"
+    access_log: bool = True

@@ -1,0 +1,36 @@
+"""GET /health and /version."""
+
+from __future__ import annotations
+
+import importlib.metadata
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from flint_jax.server.errors import RETRY_AFTER_S
+from flint_jax.server.replies import JsonReply
+from flint_jax.server.state import READY, ServerState
+
+
+async def health(request: Request) -> Response:
+    """200 once requests are answered, else 503; the body says what is going on. Needs no key."""
+    state: ServerState = request.app.state.server
+    body = {"status": state.phase}
+    if state.detail:
+        body["detail"] = state.detail
+    if state.phase == READY:
+        return JsonReply(body | {"engine": state.served.engine.stats()})
+    return JsonReply(body, 503, {"retry-after": str(RETRY_AFTER_S)})
+
+
+async def version(request: Request) -> Response:
+    """The version of this package."""
+    return JsonReply({"version": package_version()})
+
+
+def package_version() -> str:
+    """The installed version; "unknown" when run from a copy that is not installed."""
+    try:
+        return importlib.metadata.version("flint-jax")
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"

@@ -1,0 +1,47 @@
+"""POST /tokenize and /detokenize, with vLLM's fields."""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from flint_jax.server.body import read_object
+from flint_jax.server.chat_prompt import read_prompt
+from flint_jax.server.errors import bad_request
+from flint_jax.server.replies import JsonReply
+from flint_jax.server.running import encode_text, off_loop
+from flint_jax.server.sampling_fields import check_token_id
+from flint_jax.server.state import ServerState
+
+
+async def tokenize(request: Request) -> Response:
+    """Token ids of a ``prompt``, or of ``messages`` as the chat route would encode them."""
+    state: ServerState = request.app.state.server
+    served = state.served
+    fields = await read_object(request, state.settings.max_request_bytes)
+    fields.string("model")
+    if fields.has("messages"):
+        ids = (await read_prompt(fields, served, state.settings.template_kwargs)).ids
+    else:
+        prompt = fields.string("prompt")
+        if prompt is None:
+            raise bad_request("prompt or messages is missing", "prompt", "missing_required_parameter")
+        ids = await encode_text(served, prompt, fields.boolean("add_special_tokens", True))
+    reply = {"count": len(ids), "max_model_len": served.max_model_len, "tokens": ids}
+    if fields.boolean("return_token_strs"):
+        reply["token_strs"] = [served.tokenizer.token_string(i) for i in ids]
+    return JsonReply(reply)
+
+
+async def detokenize(request: Request) -> Response:
+    """Text of ``tokens``, special tokens included."""
+    state: ServerState = request.app.state.server
+    served = state.served
+    fields = await read_object(request, state.settings.max_request_bytes)
+    fields.string("model")
+    ids = fields.array("tokens")
+    if ids is None:
+        raise bad_request("tokens is missing", "tokens", "missing_required_parameter")
+    for token_id in ids:
+        check_token_id(fields, "tokens", token_id, served.vocab_size)
+    return JsonReply({"prompt": await off_loop(len(ids), served.tokenizer.decode, ids)})
