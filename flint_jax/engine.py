@@ -1,0 +1,339 @@
+"""The host loop: admit, prefill, decode, read one step late, finish. Token ids only; text belongs to the layers above.
+
+One thread drives it (``start``), or a caller does (``step``); ``submit`` and ``abort`` may come from any thread.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import itertools
+import logging
+import threading
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from flint_jax import sampling
+from flint_jax.cache import PAGE
+from flint_jax.errors import RequestError
+from flint_jax.sampling import SamplingParams
+from flint_jax.scheduler import Plan, Request, Scheduler
+from flint_jax.step import Steps
+
+log = logging.getLogger("flint_jax.engine")
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenLogprob:
+    """Natural log-probability of a drawn token from the raw logits, its rank (1 = likeliest), the likeliest others."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Event:
+    """News of one request. The last one has a finish_reason: "stop", "length", "abort" or "error".
+
+    A token that ends the request (an end-of-turn or stop id) is named in ``stop_token`` and not part of ``token_ids``.
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    finish_reason: str | None = None
+    stop_token: int | None = None
+    error: str | None = None
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+
+
+@dataclasses.dataclass(eq=False)
+class _Job:
+    """What the engine knows of a request beyond scheduling."""
+
+    request: Request
+    params: SamplingParams
+    stops: frozenset[int]
+    seed: int
+    on_event: Callable[[Event], None]
+
+
+@dataclasses.dataclass
+class _Result:
+    """Tokens a dispatched step will yield: one row per (job, admission epoch)."""
+
+    rows: list[tuple[_Job, int]]
+    tokens: object
+    details: tuple | None
+
+
+class Engine:
+    """Continuous batching over ``steps``.
+
+    eos_ids: the model's end tokens. seed: where seeds of requests that name none come from. budget: most prefill
+    tokens between two decode steps (``--max-num-batched-tokens``), default one chunk.
+    """
+
+    def __init__(self, steps: Steps, *, eos_ids: Sequence[int] = (), seed: int = 0, budget: int | None = None):
+        self.steps, self.config = steps, steps.config
+        self.max_model_len = steps.sizes.max_context
+        self.eos_ids = tuple(eos_ids)
+        self.failed: Exception | None = None
+        self.scheduler = Scheduler(steps.sizes.slots, steps.sizes.pages, PAGE, steps.sizes.chunks[-1], budget)
+        self._tables = np.zeros(steps.tables.shape, np.int32)
+        self._jobs: dict[str, _Job] = {}
+        self._inbox: collections.deque[tuple[str, object]] = collections.deque()
+        self._wake = threading.Condition()
+        self._inflight: collections.deque[_Result] = collections.deque()
+        self._seeds = np.random.SeedSequence(seed)
+        self._names = itertools.count()
+        self._thread: threading.Thread | None = None
+        self._stopping = False
+        self.ready = False
+        self.generated_tokens = self.prompt_tokens = 0
+
+    # -- for callers, any thread -----------------------------------------------------------------------------------
+
+    def submit(
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        on_event: Callable[[Event], None],
+        request_id: str | None = None,
+    ) -> str:
+        """Queue a request (``params`` resolved, n ignored); returns its id. ``on_event`` runs on the engine's thread.
+
+        Raises RequestError when the prompt is empty, too long or outside the vocabulary, or params do not fit the
+        model; RuntimeError when the engine has failed or stopped.
+        """
+        if self.failed is not None or self._stopping:
+            raise RuntimeError(f"the engine has stopped: {self.failed or 'shutting down'}")
+        prompt = tuple(int(t) for t in prompt_ids)
+        limit = self._limit(prompt, params)
+        params.check_vocabulary(self.config.vocab_size)
+        if max(prompt) >= self.config.vocab_size or min(prompt) < 0:
+            raise RequestError(
+                f"the prompt holds token ids outside the vocabulary, 0 to {self.config.vocab_size - 1}",
+                param="prompt",
+                code="invalid_value",
+            )
+        with self._wake:
+            name = request_id or f"request-{next(self._names)}"
+            if name in self._jobs:
+                raise RequestError(f"request id {name!r} is in use; choose another", param="request_id")
+            stops = frozenset(params.stop_set(self.eos_ids))
+            seed = params.seed if params.seed is not None else int(self._seeds.spawn(1)[0].generate_state(1, np.uint64)[0])
+            job = _Job(Request(name, prompt, limit), params, stops, seed, on_event)
+            self._jobs[name] = job
+            self._inbox.append(("submit", job))
+            self._wake.notify()
+        return name
+
+    def abort(self, request_id: str) -> None:
+        """End a request early, whatever its stage. Unknown and finished ids are ignored."""
+        with self._wake:
+            if request_id in self._jobs:
+                self._inbox.append(("abort", request_id))
+                self._wake.notify()
+
+    def start(self) -> None:
+        """Run in a thread of its own until ``stop``."""
+        self._thread = threading.Thread(target=self._run, name="flint-engine", daemon=True)
+        self._thread.start()
+        self.ready = True
+
+    def stop(self) -> None:
+        """End every request (finish_reason "abort") and join the thread."""
+        with self._wake:
+            self._stopping = True
+            self._wake.notify()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        else:
+            self._drop_all("abort", None)
+        self.ready = False
+
+    def stats(self) -> dict[str, int]:
+        """Counters and gauges."""
+        s = self.scheduler
+        return {
+            "running": len(s.running),
+            "waiting": len(s.waiting) + sum(1 for kind, _ in self._inbox if kind == "submit"),
+            "free_slots": len(s.free_slots),
+            "free_pages": len(s.free_pages),
+            "pages": s.pages,
+            "slots": s.slots,
+            "preemptions": s.preemptions,
+            "generated_tokens": self.generated_tokens,
+            "prompt_tokens": self.prompt_tokens,
+        }
+
+    # -- the loop --------------------------------------------------------------------------------------------------
+
+    def step(self) -> bool:
+        """One iteration; whether anything is left to do."""
+        self._take_inbox()
+        plan = self.scheduler.plan()
+        dispatched = self._dispatch(plan)
+        # One step late: what was dispatched just now runs while the results before it are read.
+        while len(self._inflight) > (1 if dispatched else 0):
+            self._read(self._inflight.popleft())
+        return bool(self._inflight or self._inbox or self.scheduler.running or self.scheduler.waiting)
+
+    def _run(self) -> None:
+        try:
+            while True:
+                with self._wake:
+                    while not (self._stopping or self._inbox or self._busy()):
+                        self._wake.wait()
+                    if self._stopping:
+                        break
+                self.step()
+        except Exception as error:
+            log.exception("the engine failed; every request ends with an error")
+            self.failed = error
+            self.ready = False
+            self._drop_all("error", f"{type(error).__name__}: {error}")
+        else:
+            self._drop_all("abort", None)
+
+    def _busy(self) -> bool:
+        return bool(self._inflight or self.scheduler.running or self.scheduler.waiting)
+
+    def _take_inbox(self) -> None:
+        while self._inbox:
+            kind, what = self._inbox.popleft()
+            if kind == "submit":
+                self.scheduler.add(what.request)
+                self.prompt_tokens += len(what.request.prompt)
+            elif (job := self._jobs.get(what)) is not None:
+                self._finish(job, Event(what, finish_reason="abort", prompt_tokens=len(job.request.prompt)))
+
+    def _dispatch(self, plan: Plan) -> bool:
+        for request in plan.preempted:
+            log.info("request %s gives its pages to older ones and waits", request.id)
+        self._sync_tables()
+        for request in plan.admitted:
+            job = self._jobs[request.id]
+            row = sampling.slot_row(
+                job.params.replace(seed=job.seed),
+                request.prompt,
+                self.config.vocab_size,
+                self.eos_ids,
+                job.seed,
+                output_ids=request.output,
+            )
+            self.steps.admit(request.slot, row, request.limit - 1)
+        for chunk in plan.chunks:
+            request = chunk.request
+            tokens = request.tokens[chunk.start : chunk.start + chunk.count]
+            token, logits = self.steps.prefill(tokens, request.slot, chunk.start, chunk.final)
+            if chunk.final:
+                self._expect([request], token, logits)
+        if plan.decode:
+            tokens, logits = self.steps.decode([r.slot for r in plan.decode])
+            self._expect(plan.decode, tokens, logits)
+        return not plan.empty
+
+    def _expect(self, requests: Sequence[Request], tokens, logits) -> None:
+        rows = [(self._jobs[r.id], r.epoch) for r in requests]
+        details = None
+        if any(job.params.logprobs is not None for job, _ in rows):
+            details = self.steps.logprobs(logits, tokens)
+        for array in (tokens, *(details or ())):
+            array.copy_to_host_async()
+        self._inflight.append(_Result(rows, tokens, details))
+
+    def _sync_tables(self) -> None:
+        """Send the block tables when a page changed hands."""
+        changed = False
+        for request in self.scheduler.running:
+            row, pages = self._tables[request.slot], request.pages
+            if not np.array_equal(row[: len(pages)], pages):
+                row[: len(pages)] = pages
+                changed = True
+        if changed:
+            self.steps.set_tables(self._tables.copy())
+
+    def _read(self, result: _Result) -> None:
+        tokens = np.asarray(result.tokens)
+        details = None if result.details is None else tuple(np.asarray(d) for d in result.details)
+        for i, (job, epoch) in enumerate(result.rows):
+            request = job.request
+            if request.ended or request.epoch != epoch or request.slot is None:
+                continue  # it ended, or was preempted, after this step was dispatched
+            self._deliver(job, int(tokens[i]), details, i)
+
+    def _deliver(self, job: _Job, token: int, details: tuple | None, row: int) -> None:
+        request = job.request
+        if token < 0:
+            message = "the model's logits held NaN or no token could be drawn"
+            self._finish(job, Event(request.id, finish_reason="error", error=message, prompt_tokens=len(request.prompt)))
+            return
+        self.generated_tokens += 1
+        request.output.append(token)
+        scores = _token_logprob(job.params.logprobs, token, details, row)
+        stop = token if token in job.stops and len(request.output) >= job.params.min_tokens else None
+        full = len(request.prompt) + len(request.output) >= request.limit
+        event = Event(
+            request.id,
+            token_ids=() if stop is not None else (token,),
+            logprobs=None if scores is None or stop is not None else (scores,),
+            finish_reason="stop" if stop is not None else "length" if full else None,
+            stop_token=stop,
+            prompt_tokens=len(request.prompt),
+        )
+        if event.finish_reason is None:
+            job.on_event(event)
+        else:
+            self._finish(job, event)
+
+    def _finish(self, job: _Job, event: Event) -> None:
+        if job.request.slot is not None and event.finish_reason in ("abort", "error"):
+            self.steps.release(job.request.slot)
+        self.scheduler.end(job.request)
+        with self._wake:
+            self._jobs.pop(job.request.id, None)
+        job.on_event(event)
+
+    def _drop_all(self, reason: str, error: str | None) -> None:
+        with self._wake:
+            jobs = list(self._jobs.values())
+            self._jobs.clear()
+            self._inbox.clear()
+        self._inflight.clear()
+        for job in jobs:
+            self.scheduler.end(job.request)
+            event = Event(job.request.id, finish_reason=reason, error=error, prompt_tokens=len(job.request.prompt))
+            job.on_event(event)
+
+    # -- validation ------------------------------------------------------------------------------------------------
+
+    def _limit(self, prompt: tuple[int, ...], params: SamplingParams) -> int:
+        """Most tokens of prompt and output together."""
+        room = min(self.max_model_len, self.scheduler.capacity())
+        if not prompt:
+            raise RequestError("the prompt has no tokens; send at least one", param="prompt", code="invalid_value")
+        if len(prompt) >= room:
+            raise RequestError(
+                f"This model's maximum context length is {room} tokens. However, your prompt has {len(prompt)} tokens "
+                "and at least one must be left for the answer. Please shorten the prompt.",
+                param="prompt",
+                code="context_length_exceeded",
+            )
+        wanted = room if params.max_tokens is None else len(prompt) + params.max_tokens
+        return min(wanted, room)
+
+
+def _token_logprob(wanted: int | None, token: int, details: tuple | None, row: int) -> TokenLogprob | None:
+    if wanted is None or details is None:
+        return None
+    chosen, ids, values, rank = (d[row] for d in details)
+    top = tuple((int(i), float(v)) for i, v in zip(ids[:wanted], values[:wanted], strict=True))
+    return TokenLogprob(token, float(chosen), int(rank), top)

@@ -1,0 +1,127 @@
+"""How many slots and pages fit: from free memory, the config and what the caller asked for."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+
+import jax
+import jax.numpy as jnp
+
+from flint_jax.cache import PAGE, page_bytes, slot_bytes, table_width
+from flint_jax.config import FlintConfig
+from flint_jax.errors import ConfigError
+from flint_jax.numerics import Numerics
+from flint_jax.step import Sizes
+
+BATCHES = (1, 2, 4, 8, 16, 32, 64)
+HOST_SHARE = 0.25  # of free host memory, when the host is the device
+SAMPLING_BYTES = 9  # a slot's sampling state per vocabulary entry: bool, int32, float32
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryPlan:
+    """Sizes of the compiled steps and the bytes behind them."""
+
+    sizes: Sizes
+    free: int
+    workspace: int
+    page_bytes: int
+    slot_bytes: int
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of the KV cache and the slots' sampling state."""
+        return self.sizes.pages * self.page_bytes + self.sizes.slots * self.slot_bytes
+
+    def table(self) -> str:
+        """A few lines for people."""
+        s = self.sizes
+        rows = [
+            ("free before the cache", self.free),
+            ("set aside for activations", self.workspace),
+            (f"{s.slots} slots (window rings, sampling)", s.slots * self.slot_bytes),
+            (f"{s.pages} pages = {s.pages * PAGE:,} tokens", s.pages * self.page_bytes),
+        ]
+        lines = [f"  {name:<38}{size / 2**30:>9.2f} GiB" for name, size in rows]
+        return "\n".join([*lines, f"  longest request: {s.max_context:,} tokens"])
+
+
+def plan(
+    config: FlintConfig,
+    numerics: Numerics,
+    *,
+    max_model_len: int,
+    max_num_seqs: int | None = None,
+    max_num_batched_tokens: int | None = None,
+    utilization: float = 0.9,
+) -> MemoryPlan:
+    """Slots and pages for the free memory of the default device.
+
+    max_model_len: longest request wanted; lowered to what the pool holds. Raises ConfigError when not even one page
+    per slot fits, or a number is out of range.
+    """
+    _check(max_model_len, max_num_seqs, max_num_batched_tokens, utilization)
+    on_host = jax.default_backend() == "cpu"
+    itemsize = jnp.dtype(numerics.dtype).itemsize
+    slots = max_num_seqs or (4 if on_host else 16)
+    chunk = _chunk(max_num_batched_tokens or (256 if on_host else 2048), max_model_len)
+    page = page_bytes(config, itemsize)
+    slot = slot_bytes(config, itemsize) + SAMPLING_BYTES * config.vocab_size
+    free = _free_bytes(utilization, on_host)
+    workspace = _workspace(config, chunk, slots, itemsize)
+    room = free - workspace - slots * slot
+    wanted = -(-(max_model_len + 1) // PAGE) * slots
+    pages = min(room // page, wanted) if page else wanted
+    if pages < slots or pages < 1:
+        raise ConfigError(
+            f"no room for the KV cache: {free / 2**30:.2f} GiB are free, activations take {workspace / 2**30:.2f} GiB, "
+            f"{slots} slots take {slots * slot / 2**30:.2f} GiB, and a page of {PAGE} tokens {page / 2**20:.2f} MiB. "
+            "Lower --max-num-seqs or --max-num-batched-tokens, or raise --gpu-memory-utilization."
+        )
+    longest = min(max_model_len, pages * PAGE)
+    batches = tuple(b for b in BATCHES if b < slots) + (slots,)
+    sizes = Sizes(slots, int(pages), longest, batches, _chunks(chunk))
+    return MemoryPlan(sizes, free, workspace, page, slot)
+
+
+def _check(max_model_len, max_num_seqs, max_num_batched_tokens, utilization) -> None:
+    for name, value in (
+        ("max_model_len", max_model_len),
+        ("max_num_seqs", max_num_seqs),
+        ("max_num_batched_tokens", max_num_batched_tokens),
+    ):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise ConfigError(f"{name} = {value!r}: need a positive integer")
+    if not 0 < utilization <= 1:
+        raise ConfigError(f"gpu_memory_utilization = {utilization!r}: need a number above 0, at most 1")
+
+
+def _chunk(wanted: int, longest: int) -> int:
+    """Largest prefill chunk: a power of two, not longer than the context needs."""
+    return max(16, min(1 << (wanted.bit_length() - 1), 1 << (longest - 1).bit_length()))
+
+
+def _chunks(largest: int) -> tuple[int, ...]:
+    """Compiled chunk lengths: 16 and every fourth power up to the largest, so padding wastes at most 3/4."""
+    sizes = [largest]
+    while sizes[-1] > 64:
+        sizes.append(sizes[-1] // 4)
+    return tuple(reversed(sizes))
+
+
+def _free_bytes(utilization: float, on_host: bool) -> int:
+    if on_host:
+        return int(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * HOST_SHARE)
+    stats = jax.devices()[0].memory_stats()
+    return int(stats["bytes_limit"] * min(1.0, utilization / 0.9) - stats["bytes_in_use"])
+
+
+def _workspace(config: FlintConfig, chunk: int, slots: int, itemsize: int) -> int:
+    """Activations of one prefill chunk, generously: residuals, scores of a key block, padded expert rows, logits."""
+    scores = 4 * config.num_attention_heads * chunk * 512 * 3
+    pairs = chunk * config.num_experts_per_tok + 64 * config.num_experts
+    rows = pairs * (2 * config.hidden_size + 3 * config.moe_intermediate_size) * itemsize * 2
+    dense = chunk * (2 * config.intermediate_size + 8 * config.hidden_size + 3 * config.q_size) * 4
+    logits = 6 * 4 * max(slots, 1) * config.vocab_size
+    return scores + rows + dense + logits + (64 << 20)

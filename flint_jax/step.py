@@ -1,0 +1,242 @@
+"""The compiled steps: prefill a chunk of one slot, decode one token of many slots. The only place that jits and donates.
+
+Everything a request needs from step to step lives on the device in ``State``, which every step takes donated and gives
+back: KV cache, last token, position, sampling state, whether the slot still runs. A step never raises and never waits
+for the host; a slot that reached its end on the device becomes inert, so the host may read tokens one step late.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from flint_jax import sampling
+from flint_jax.cache import CachedAttention, KVCache, table_width
+from flint_jax.model import Flint
+from flint_jax.sampling import SlotRow, SlotSampling
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class State:
+    """Device state of S slots. token: drawn but not yet in the cache; position: where it belongs; all int32/bool [S].
+
+    limit: position at which a slot ends (its token there is drawn, nothing after it).
+    """
+
+    cache: KVCache
+    sampling: SlotSampling
+    token: Int[Array, " S"]
+    position: Int[Array, " S"]
+    limit: Int[Array, " S"]
+    active: Bool[Array, " S"]
+
+    @classmethod
+    def create(cls, model: Flint, slots: int, pages: int) -> State:
+        """Empty slots."""
+        return cls(
+            cache=KVCache.create(model.config, slots, pages, model.numerics.dtype),
+            sampling=SlotSampling.empty(slots, model.config.vocab_size),
+            token=jnp.zeros((slots,), jnp.int32),
+            position=jnp.zeros((slots,), jnp.int32),
+            limit=jnp.zeros((slots,), jnp.int32),
+            active=jnp.zeros((slots,), bool),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """What is compiled ahead: batch sizes of decode, chunk lengths of prefill, both ascending."""
+
+    slots: int
+    pages: int
+    max_context: int
+    batches: tuple[int, ...]
+    chunks: tuple[int, ...]
+
+    def batch(self, rows: int) -> int:
+        """Smallest compiled batch for ``rows`` rows."""
+        return next(b for b in self.batches if b >= rows)
+
+    def chunk(self, tokens: int) -> int:
+        """Smallest compiled chunk for ``tokens`` tokens (the largest chunk when there are more)."""
+        return next((c for c in self.chunks if c >= tokens), self.chunks[-1])
+
+
+def _prefill(weights, state: State, tables, tokens, slot, start, count, final, *, merge):
+    """One chunk of one slot. tokens [T]; slot, start, count int32 []; final: draw the token after it and go live."""
+    model: Flint = merge(weights)
+    kv = CachedAttention(
+        model.config, model.numerics, state.cache, tables, slot[None], start[None], count[None], tokens.shape[0]
+    )
+    hidden = model.hidden(tokens[None], kv)
+    logits = model.logits(jax.lax.dynamic_index_in_dim(hidden, count - 1, 1, keepdims=False))
+    rows = state.sampling.gather(slot[None])
+    position = start + count
+    token = sampling.sample(logits, rows, position[None])
+    state = dataclasses.replace(state, cache=kv.cache)
+    slots = jnp.where(final, slot, state.token.shape[0])[None]
+    return _commit(state, rows, slots, token, position[None], jnp.ones((1,), bool)), token, logits
+
+
+def _decode(weights, state: State, tables, slots, *, merge):
+    """One token of each row. slots int32 [B], distinct; out of range makes a padding row."""
+    model: Flint = merge(weights)
+    total = state.token.shape[0]
+    known = slots < total
+    safe = jnp.where(known, slots, 0)
+    live = known & state.active[safe]
+    start = state.position[safe]
+    tokens = jnp.maximum(state.token[safe], 0)
+    kv = CachedAttention(
+        model.config, model.numerics, state.cache, tables, slots, start, live.astype(jnp.int32), 1
+    )
+    logits = model.logits(model.hidden(tokens[:, None], kv)[:, 0])
+    rows = state.sampling.gather(safe)
+    token = sampling.sample(logits, rows, start + 1)
+    state = dataclasses.replace(state, cache=kv.cache)
+    return _commit(state, rows, slots, token, start + 1, live), token, logits
+
+
+def _commit(state: State, rows: SlotSampling, slots, token, position, live) -> State:
+    """Write the drawn tokens back. A row ends on a stop id, at its limit, or when nothing could be drawn (-1)."""
+    total = state.token.shape[0]
+    slots = jnp.where(live, slots, total)
+    done = sampling.stopped(rows, token) | (position >= state.limit.at[slots].get(mode="clip")) | (token < 0)
+    return dataclasses.replace(
+        state,
+        token=state.token.at[slots].set(token, mode="drop"),
+        position=state.position.at[slots].set(position, mode="drop"),
+        active=state.active.at[slots].set(~done, mode="drop"),
+        sampling=sampling.update(state.sampling, slots, token, live & (slots < total)),
+    )
+
+
+def _admit(state: State, slot, row: SlotRow, limit) -> State:
+    return dataclasses.replace(
+        state,
+        sampling=sampling.admit(state.sampling, slot, row),
+        limit=state.limit.at[slot].set(limit),
+        active=state.active.at[slot].set(False),
+    )
+
+
+def _release(state: State, slot) -> State:
+    return dataclasses.replace(state, active=state.active.at[slot].set(False))
+
+
+class Steps:
+    """The compiled steps of one model, and the device state they pass along.
+
+    ``compile()`` builds every bucket; after it nothing compiles. Results are device arrays: reading them waits.
+    """
+
+    def __init__(self, model: Flint, sizes: Sizes):
+        self.sizes = sizes
+        self.config = model.config
+        graph, state = nnx.split(model)
+        # A flat tuple of stacks: the host pays per leaf and for every Python container on each call.
+        leaves, structure = jax.tree.flatten(state)
+        self.weights = tuple(leaves)
+
+        def merge(weights):
+            return nnx.merge(graph, jax.tree.unflatten(structure, weights))
+
+        self.state = State.create(model, sizes.slots, sizes.pages)
+        self.tables = jnp.zeros((sizes.slots, table_width(sizes.max_context)), jnp.int32)
+        self._prefill = jax.jit(_bind(_prefill, merge), donate_argnums=1)
+        self._decode = jax.jit(_bind(_decode, merge), donate_argnums=1)
+        self._admit = jax.jit(_admit, donate_argnums=0)
+        self._release = jax.jit(_release, donate_argnums=0)
+        self._logprobs = jax.jit(sampling.logprobs, static_argnums=2)
+        self._compiled: dict[tuple, Callable] = {}
+
+    def lower_decode(self, batch: int) -> jax.stages.Lowered:
+        """The decode step of one bucket, for compiling ahead and for tests that read the compiled program."""
+        return self._decode.lower(self.weights, self.state, self.tables, jnp.zeros((batch,), jnp.int32))
+
+    def lower_prefill(self, chunk: int) -> jax.stages.Lowered:
+        """The prefill step of one bucket."""
+        zero = jnp.zeros((), jnp.int32)
+        tokens = jnp.zeros((chunk,), jnp.int32)
+        return self._prefill.lower(
+            self.weights, self.state, self.tables, tokens, zero, zero, zero, jnp.zeros((), bool)
+        )
+
+    def compile(self, progress: Callable[[str, int, int], None] | None = None) -> float:
+        """Compile every bucket; seconds taken. ``progress(what, done, total)`` hears of each."""
+        begin = time.monotonic()
+        jobs = [("decode", b) for b in self.sizes.batches] + [("prefill", c) for c in self.sizes.chunks]
+        for done, (kind, size) in enumerate(jobs):
+            if progress is not None:
+                progress(f"{kind} {size}", done, len(jobs))
+            lower = self.lower_decode if kind == "decode" else self.lower_prefill
+            self._compiled[kind, size] = lower(size).compile()
+        row = sampling.slot_row(sampling.SamplingParams(temperature=0.0), (0,), self.config.vocab_size, (), 0)
+        self.admit(0, row, 0)
+        self.release(0)
+        for batch in {1, *self.sizes.batches}:
+            self.logprobs(jnp.zeros((batch, self.config.vocab_size), jnp.float32), jnp.zeros((batch,), jnp.int32))
+        if progress is not None:
+            progress("ready", len(jobs), len(jobs))
+        return time.monotonic() - begin
+
+    def set_tables(self, tables: np.ndarray) -> None:
+        """Replace the block tables (host int32 [slots, width])."""
+        self.tables = jnp.asarray(tables)
+
+    def admit(self, slot: int, row: SlotRow, limit: int) -> None:
+        """Give a slot to a request; it goes live with the final prefill chunk."""
+        self.state = self._admit(self.state, np.int32(slot), row, np.int32(limit))
+
+    def release(self, slot: int) -> None:
+        """Make a slot inert (abort)."""
+        self.state = self._release(self.state, np.int32(slot))
+
+    def prefill(
+        self, tokens: Sequence[int], slot: int, start: int, final: bool
+    ) -> tuple[Int[Array, " 1"], Float[Array, "1 V"]]:
+        """Append a chunk to a slot; (drawn token, its logits), meaningful when final."""
+        size = self.sizes.chunk(len(tokens))
+        padded = np.zeros(size, np.int32)
+        padded[: len(tokens)] = tokens
+        run = self._compiled.get(("prefill", size), self._prefill)
+        self.state, token, logits = run(
+            self.weights,
+            self.state,
+            self.tables,
+            padded,
+            np.int32(slot),
+            np.int32(start),
+            np.int32(len(tokens)),
+            np.bool_(final),
+        )
+        return token, logits
+
+    def decode(self, slots: Sequence[int]) -> tuple[Int[Array, " B"], Float[Array, "B V"]]:
+        """One step of the given slots: (tokens, logits), padded to the bucket."""
+        size = self.sizes.batch(len(slots))
+        rows = np.full(size, self.sizes.slots, np.int32)
+        rows[: len(slots)] = slots
+        run = self._compiled.get(("decode", size), self._decode)
+        self.state, tokens, logits = run(self.weights, self.state, self.tables, rows)
+        return tokens, logits
+
+    def logprobs(self, logits: Float[Array, "B V"], tokens: Int[Array, " B"]) -> tuple[Array, Array, Array, Array]:
+        """Log-probabilities of drawn tokens and the best alternatives (see sampling.logprobs)."""
+        return self._logprobs(logits, tokens, sampling.MAX_LOGPROBS)
+
+
+def _bind(function, merge):
+    def bound(*args):
+        return function(*args, merge=merge)
+
+    bound.__name__ = bound.__qualname__ = function.__name__.strip("_") + "_step"
+    return bound
