@@ -3,7 +3,7 @@
 They have Flint's structure, names, number formats, a tokenizer and a chat template; what they say means nothing. The
 scales are chosen so that everything a kernel sees is of ordinary size (rms of one entry):
 
-    embedding 1; each of the 2L branches adds about 0.5 to the residual, which so ends near sqrt(1 + 2L/4) = 5;
+    embedding 1; each branch adds up to 0.5 to the residual, which ends near 4 after 49 layers;
     q, k, v, gate, up 1 after a norm; router logits 1, so that the top experts differ from token to token;
     norm weights 1 +- 0.1; sinks N(0, 1); logits 2.5.
 
