@@ -385,6 +385,15 @@ def test_admit_replaces_all_of_one_slot():
         np.testing.assert_array_equal(got[0], old[0])
 
 
+def test_a_request_that_comes_back_goes_on_as_if_it_had_stayed():
+    params, prompt, output = SamplingParams(frequency_penalty=1, min_tokens=4, seed=2), [1, 5], [3, 3, 0]
+    stayed = fill(VOCAB, [params], [prompt], [output], [7])
+    row = slot_row(params, prompt, VOCAB, [7], 0, output_ids=output)
+    back = admit(fill(VOCAB, [params], [[2]], [[9, 9]]), jnp.int32(0), row)
+    for got, expected in zip(*map(jax.tree.leaves, (back, stayed)), strict=True):
+        np.testing.assert_array_equal(got, expected)
+
+
 def test_columns_have_their_names():
     params = SamplingParams(0.5, 3, 0.25, 0.125, min_tokens=2, presence_penalty=1.5, frequency_penalty=-1,
                             repetition_penalty=1.25, stop_token_ids=[4])  # fmt: skip
