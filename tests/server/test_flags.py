@@ -1,0 +1,105 @@
+"""The command line: names and values of vllm serve, and clear refusals."""
+
+import pytest
+
+from flint_jax.server.flags import IGNORED, REFUSED, FlagError, parse
+
+
+def test_defaults():
+    model, server, warnings = parse([])
+    assert model.model is None
+    assert (server.host, server.port) == ("127.0.0.1", 8000)
+    assert server.api_keys == ()
+    assert model.max_model_len is model.max_num_seqs is None
+    assert not warnings
+
+
+def test_model_by_position_or_by_flag():
+    assert parse(["m"])[0].model == parse(["--model", "m"])[0].model == parse(["--model=m"])[0].model == "m"
+    assert parse(["m", "--model", "m"])[0].model == "m"
+    with pytest.raises(FlagError, match="twice"):
+        parse(["m", "--model", "other"])
+
+
+def test_a_copied_vllm_command_works():
+    argv = (
+        "org/flint --host 0.0.0.0 --port 9000 --served-model-name flint f2 --max-model-len 64k --max-num-seqs 8 "
+        "--max_num_batched_tokens 4096 --gpu-memory-utilization 0.85 --dtype bfloat16 --seed 3 "
+        "--enable-auto-tool-choice --tool-call-parser glm47 --reasoning-parser glm45 --trust-remote-code "
+        "--tensor-parallel-size 1 --api-key a b --enable-chunked-prefill"
+    )
+    model, server, warnings = parse(argv.split())
+    assert (model.model, model.served_names, model.max_model_len) == ("org/flint", ("flint", "f2"), 64_000)
+    assert (model.max_num_seqs, model.max_num_batched_tokens, model.gpu_memory_utilization) == (8, 4096, 0.85)
+    assert (server.host, server.port, server.api_keys) == ("0.0.0.0", 9000, ("a", "b"))
+    assert len(warnings) == 5
+    assert all("is ignored: " in w for w in warnings)
+
+
+@pytest.mark.parametrize(
+    ("text", "length"),
+    [("32768", 32768), ("32k", 32000), ("32K", 32768), ("1.5k", 1500), ("1M", 1 << 20), ("auto", None)],
+)
+def test_lengths(text, length):
+    assert parse(["--max-model-len", text])[0].max_model_len == length
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+@pytest.mark.parametrize("form", [["{}", "1"], ["{}=1"], ["--no-{}"]])
+def test_known_flags_that_we_lack_say_why(name, form):
+    argv = [part.format(name) if part.startswith("{") else part.format(name.removeprefix("--")) for part in form]
+    with pytest.raises(FlagError, match="is not supported: ") as caught:
+        parse(argv)
+    assert REFUSED[name] in str(caught.value)
+
+
+def test_ignored_flags_all_warn():
+    for name, (values, _) in IGNORED.items():
+        _, _, warnings = parse([name] if values == 0 else [name, "x"])
+        assert len(warnings) == 1
+        assert warnings[0].startswith(name)
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--port", "x"], "0 to 65535"),
+        (["--port", "70000"], "0 to 65535"),
+        (["--port", "-1"], "--port"),
+        (["--max-model-len", "1.5"], "number of tokens"),
+        (["--max-model-len", "0"], "number of tokens"),
+        (["--max-num-seqs", "0"], "1 to"),
+        (["--gpu-memory-utilization", "1.5"], "at most 1"),
+        (["--gpu-memory-utilization", "nan"], "at most 1"),
+        (["--dtype", "float16"], "bfloat16"),
+        (["--tensor-parallel-size", "2"], "one GPU"),
+        (["--default-chat-template-kwargs", "[1]"], "JSON object"),
+        (["--allowed-origins", "[1]"], "JSON array"),
+        (["--chat-template", "/no/such.jinja"], "No such file"),
+        (["--sse-keep-alive-interval", "-1"], "seconds"),
+        (["--nonsense"], "unknown flag --nonsense"),
+        (["m", "extra"], "unexpected argument 'extra'"),
+        (["--api-key", "k", "."], "put MODEL before it"),
+        (["--port"], "expected one argument"),
+    ],
+)
+def test_values_that_make_no_sense(argv, words):
+    with pytest.raises(FlagError, match=r".*") as caught:
+        parse(argv)
+    assert words in str(caught.value)
+    assert argv[0].lstrip("-") in str(caught.value) or "argument" in str(caught.value)
+
+
+def test_keys_from_the_environment(monkeypatch):
+    monkeypatch.setenv("FLINT_API_KEY", "one, two,")
+    assert parse([])[1].api_keys == ("one", "two")
+    assert parse(["--api-key", "flag"])[1].api_keys == ("flag",)
+
+
+def test_origins_and_template(tmp_path):
+    assert parse(["--allowed-origins", '["*"]'])[1].allowed_origins == ("*",)
+    assert parse(["--allowed-origins", "http://a,http://b"])[1].allowed_origins == ("http://a", "http://b")
+    file = tmp_path / "t.jinja"
+    file.write_text("{{ messages }}")
+    assert parse(["--chat-template", str(file)])[0].chat_template == "{{ messages }}"
+    assert parse(["--chat-template", "{{ x }}"])[0].chat_template == "{{ x }}"

@@ -1,0 +1,170 @@
+"""The process: how it starts, how it stops, and with which exit code."""
+
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+from flint_jax.server import launch
+from tests.server.fake_process import HI, Process, last_error
+from tests.server.harness import GOLDEN, wait_until
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def process(tmp_path):
+    made = []
+
+    def make(**options):
+        made.append(Process(tmp_path / f"{len(made)}.err", **options))
+        return made[-1]
+
+    yield make
+    for p in made:
+        p.kill()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_running_stream_is_finished_before_the_end(process, number):
+    p = process(text="abcdefghij", token_s=0.05)
+    p.wait_ready()
+    thread, received = p.stream()
+    wait_until(lambda: received)
+    p.signal(number)
+    thread.join()
+    assert "".join(received).endswith("data: [DONE]\n\n")
+    code, printed = p.end()
+    assert code == 0
+    assert "1 requests are running" in printed
+    assert "Traceback" not in printed
+
+
+def test_a_stream_that_takes_too_long_ends_with_an_error_event(process):
+    p = process(text="ab " * 80, token_s=0.1, shutdown_timeout_s=0.5)
+    p.wait_ready()
+    thread, received = p.stream()
+    wait_until(lambda: received)
+    started = time.monotonic()
+    p.signal(signal.SIGTERM)
+    thread.join()
+    assert last_error(received)["code"] == "shutting_down"
+    code, printed = p.end()
+    assert code == 0
+    assert "Traceback" not in printed
+    assert time.monotonic() - started < 3
+
+
+def test_new_requests_are_refused_while_it_stops(process):
+    p = process(text="ab " * 80, token_s=0.1, shutdown_timeout_s=1)
+    p.wait_ready()
+    thread, received = p.stream()
+    wait_until(lambda: received)
+
+    def served():
+        try:
+            return httpx.get(f"{p.url}/health").status_code == 200
+        except httpx.TransportError:
+            return False
+
+    assert served()
+    p.signal(signal.SIGTERM)
+    wait_until(lambda: not served(), 0.9)
+    thread.join()
+
+
+def test_second_sigint_ends_at_once(process):
+    p = process(text="ab " * 80, token_s=0.1, shutdown_timeout_s=60)
+    p.wait_ready()
+    thread, received = p.stream()
+    wait_until(lambda: received)
+    p.signal(signal.SIGINT)
+    time.sleep(0.3)
+    assert p.process.exitcode is None
+    p.signal(signal.SIGINT)
+    assert p.end(2)[0] == 130
+    thread.join()
+    assert received[-1] == "cut"
+
+
+def test_signal_while_loading(process):
+    p = process(load_s=30)
+    wait_until(lambda: httpx.get(f"{p.url}/health").json().get("detail") == "pretending")
+    response = httpx.post(f"{p.url}/v1/chat/completions", json=HI)
+    assert (response.status_code, response.json()["error"]["code"]) == (503, "model_loading")
+    p.signal(signal.SIGTERM)
+    assert p.end(3)[0] == 0
+
+
+@pytest.mark.parametrize(("kind", "code"), [("checkpoint", 2), ("bug", 1)])
+def test_loading_fails(process, kind, code):
+    got, printed = process(load_s=0.2, load_error=kind).end()
+    assert got == code
+    if kind == "checkpoint":
+        assert [line for line in printed.splitlines() if "error" in line] == [
+            "serve.py: error: weights.gguf is cut short: 3 bytes are missing"
+        ]
+        assert "Traceback" not in printed
+
+
+# -- the command line --------------------------------------------------------------------------------------------------
+
+
+def refusal(capsys, *argv):
+    """The one line on standard error of a command that ends with code 2."""
+    try:
+        code = launch.main(argv)
+    except SystemExit as e:
+        code = e.code
+    captured = capsys.readouterr()
+    assert code == 2
+    assert captured.out == ""
+    (line,) = captured.err.splitlines()
+    assert line.startswith("serve.py: error: ")
+    return line
+
+
+def test_port_in_use_is_one_line_and_code_2(capsys):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        line = refusal(capsys, "--port", port)
+    assert port in line
+    assert "in use" in line
+
+
+@pytest.mark.parametrize("path", ["no/such/model.gguf", "/no/such", "./nothing", "~/nothing", "nothing"])
+def test_bad_path_is_one_line_and_code_2(capsys, path):
+    assert path in refusal(capsys, path)
+    assert path in refusal(capsys, "--model", path)
+
+
+def test_a_foreign_address_is_one_line_and_code_2(capsys):
+    assert "203.0.113.1" in refusal(capsys, "--host", "203.0.113.1", "--port", "0")
+
+
+def test_damaged_checkpoint_never_opens_the_port(capsys, tmp_path):
+    cut = tmp_path / "cut.gguf"
+    cut.write_bytes((GOLDEN.parent / "T2-nvfp4" / "T2-nvfp4.gguf").read_bytes()[:-1])
+    with socket.create_server(("127.0.0.1", 0)) as taken:  # had it come as far as the port, it would complain of that
+        assert "cut.gguf" in refusal(capsys, str(cut), "--port", str(taken.getsockname()[1]))
+
+
+def test_serve_py_leaves_with_the_code():
+    argv = [sys.executable, "serve.py", "--max-model-length", "5"]
+    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert done.stderr == "serve.py: error: unknown flag --max-model-length; did you mean --max-model-len?\n"
+
+
+def test_help_groups_flags_and_shows_defaults(capsys):
+    with pytest.raises(SystemExit) as left:
+        launch.main(["--help"])
+    assert left.value.code == 0
+    text = capsys.readouterr().out
+    for words in ("model:", "capacity:", "replies:", "HTTP:", "--max-num-seqs", "(default: 8000)", "(default: 0.9)"):
+        assert words in text, words
