@@ -1,17 +1,16 @@
 """Tensors of a checkpoint -> the weight tree on the device, streamed.
 
-Every leaf is allocated on the device first; then pieces of at most PIECE_BYTES are prepared on the host (by threads,
-ahead of the transfers) and written into place by a donated update. NVFP4 records travel as they are and are taken apart
-on the device: one fused pass there, some twenty numpy passes here (0.3 GB/s). Host memory is bounded by a few pieces,
-whatever the size of the model, and the pages of the mapped file are given back as soon as they are used.
+Pieces of at most PIECE_BYTES are copied from the mapped file by threads, ahead of the transfers, and put into place
+(place.py). Host memory is bounded by a few pieces, whatever the size of the model, and the pages of the mapped file are
+given back as soon as they are used.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import logging
+import math
 import os
 import resource
 import sys
@@ -23,11 +22,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, UInt8
+from jaxtyping import Array
 from tqdm import tqdm
 
 from flint_jax.errors import CheckpointError
+from loaders import place
 from loaders.name_map import Fill, Leaf, Plan
+from loaders.place import PACKED, PLAIN, SCALED, BadScale, DeviceLeaf, HostLeaf, planes_of
 from loaders.raw import DTYPES, NVFP4, RawTensor, short
 from pallas_kernels import nvfp4
 
@@ -76,23 +77,23 @@ def assemble(
     dtypes = {name: jnp.dtype(dtype) for name in plan.leaves}
     dtypes |= {"sinks": jnp.dtype("float32"), "router": jnp.dtype(router_dtype or dtype)}
     scales = _global_scales(plan, kinds)
-    planes = _allocate(plan, kinds, dtypes)
+    targets = {name: _target(leaf, kinds[name], dtypes[name]) for name, leaf in plan.leaves.items()}
     signed: Counter[str] = Counter()
     with _bar(plan.nbytes, progress) as bar, ThreadPoolExecutor(WORKERS, "flint-load") as pool:
         for piece, host in _prepared(pool, _pieces(plan)):
-            count = _write(planes, piece, host, kinds[piece.fill.source.leaf])
+            count = _write(targets[piece.fill.source.leaf], piece, host)
             signed.update({piece.fill.tensors[0].name: count} if count else {})
             piece.release()
             memory.sample()
             bar.update(piece.nbytes)
-        jax.block_until_ready(planes)
+        planes = jax.block_until_ready({name: target.arrays() for name, target in targets.items()})
     for name, count in signed.items():
         log.warning("%s: %d NVFP4 block scales had their sign bit set; it was cleared", short(name), count)
     tree: Tree = {}
     for name, leaf in plan.leaves.items():
-        if kinds[name] == "packed":
+        if kinds[name] == PACKED:
             tree[name] = nvfp4.Packed(*planes[name], jnp.asarray(scales[name]), leaf.segments)
-        elif kinds[name] == "scaled":
+        elif kinds[name] == SCALED:
             tree[name] = nvfp4.Scaled(planes[name][0], jnp.asarray(scales[name]), leaf.segments)
         else:
             tree[name] = planes[name][0]
@@ -108,9 +109,7 @@ def _leaf_kinds(plan: Plan) -> dict[str, str]:
     packed: dict[str, set[bool]] = {name: set() for name in plan.leaves}
     for fill in plan.fills:
         packed[fill.source.leaf].add(fill.kind == NVFP4)
-    return {
-        name: "scaled" if len(found) == 2 else "packed" if True in found else "plain" for name, found in packed.items()
-    }
+    return {name: SCALED if len(found) == 2 else PACKED if True in found else PLAIN for name, found in packed.items()}
 
 
 def _check_zero(biases: tuple[RawTensor, ...]) -> None:
@@ -126,7 +125,7 @@ def _global_scales(plan: Plan, kinds: dict[str, str]) -> dict[str, np.ndarray]:
     """float32 [stack..., S] for packed and mixed leaves. Slots start as NaN, so one that nobody fills is found."""
     out = {}
     for name, leaf in plan.leaves.items():
-        if kinds[name] != "plain":
+        if kinds[name] != PLAIN:
             out[name] = np.full((*leaf.full_shape[:-2], len(leaf.segments)), np.nan, np.float32)
     bad = []
     for fill in plan.fills:
@@ -224,99 +223,28 @@ def _prepare(piece: Piece) -> np.ndarray:
     return out
 
 
-# -- the device side -------------------------------------------------------------------------------------------------
+def _target(leaf: Leaf, kind: str, dtype: np.dtype) -> HostLeaf | DeviceLeaf:
+    nbytes = sum(math.prod(shape) * plane.itemsize for shape, plane in planes_of(leaf, kind, dtype))
+    return (HostLeaf if nbytes <= place.HOST_BYTES else DeviceLeaf)(leaf, kind, dtype)
 
 
-def _allocate(plan: Plan, kinds: dict[str, str], dtypes: dict[str, jnp.dtype]) -> dict[str, tuple[Array, ...]]:
-    """Zeros for every plane of every leaf, made on the device by one program."""
-
-    def planes(leaf: Leaf) -> tuple[tuple[tuple[int, ...], jnp.dtype], ...]:
-        shape = leaf.full_shape
-        if kinds[leaf.name] != "packed":
-            return ((shape, dtypes[leaf.name]),)
-        byte = jnp.dtype("uint8")
-        *lead, columns = shape
-        return (((*lead, columns // 2), byte), ((*lead, columns // nvfp4.GROUP), byte))
-
-    layout = {name: planes(leaf) for name, leaf in plan.leaves.items()}
-    return jax.jit(lambda: {name: tuple(jnp.zeros(*p) for p in found) for name, found in layout.items()})()
-
-
-def _place(stack: Array, piece: Array, at: Array) -> Array:
-    piece = piece.astype(stack.dtype).reshape((1,) * (stack.ndim - piece.ndim) + piece.shape)
-    return jax.lax.dynamic_update_slice(stack, piece, tuple(at))
-
-
-@functools.partial(jax.jit, donate_argnums=0)
-def _update(stack: Array, piece: Array, at: Array) -> Array:
-    """Write a piece at index ``at`` (one entry per axis of the stack), converted to the stack's dtype."""
-    return _place(stack, piece, at)
-
-
-@functools.partial(jax.jit, donate_argnums=(0, 1))
-def _update_packed(codes: Array, scales: Array, records: Array, at: Array) -> tuple[Array, Array, Array]:
-    """Write NVFP4 records into the two planes; also returns the scale bytes' (largest, number with the sign bit)."""
-    piece_codes, piece_scales, found = repack(records)
-    return _place(codes, piece_codes, at), _place(scales, piece_scales, at), found
-
-
-@functools.partial(jax.jit, donate_argnums=0)
-def _update_decoded(stack: Array, records: Array, at: Array) -> tuple[Array, Array]:
-    """The same for a stack of mixed kinds: e2m1 * e4m3, exact, without the global scale."""
-    codes, scales, found = repack(records)
-    return _place(stack, nvfp4.decode(codes, scales, stack.dtype), at), found
-
-
-def repack(
-    records: UInt8[Array, "... B36"],
-) -> tuple[UInt8[Array, "... B32"], UInt8[Array, "... B4"], Array]:
-    """GGUF records -> codes (neighbours share a byte), clean scales, and int32 (largest byte, bytes with sign bit).
-
-    The same as nvfp4.repack_gguf, traceable. In a record's 16-weight group byte b holds weight b (low nibble) and
-    weight b+8 (high nibble). Scale bytes: sign bit cleared, then 0x7F becomes 0; the caller refuses 0xFF.
-    """
-    *lead, width = records.shape
-    blocks = records.reshape(*lead, width // nvfp4.GGUF_BYTES, nvfp4.GGUF_BYTES)
-    raw = blocks[..., :4]
-    clean = raw & jnp.uint8(0x7F)
-    clean = jnp.where(clean == jnp.uint8(0x7F), jnp.uint8(0), clean)
-    pairs = blocks[..., 4:].reshape(*blocks.shape[:-1], 4, 4, 2)
-    even, odd = pairs[..., 0], pairs[..., 1]
-    low = (even & jnp.uint8(0x0F)) | (odd << jnp.uint8(4))
-    high = (even >> jnp.uint8(4)) | (odd & jnp.uint8(0xF0))
-    codes = jnp.concatenate([low, high], axis=-1)
-    found = jnp.stack([raw.max().astype(jnp.int32), (raw > jnp.uint8(0x7F)).sum(dtype=jnp.int32)])
-    return codes.reshape(*lead, -1), clean.reshape(*lead, -1), found
-
-
-def _write(planes: dict[str, tuple[Array, ...]], piece: Piece, host: np.ndarray, kind: str) -> int:
-    """Put one piece into its leaf and wait, since a transfer still running would keep its host memory alive.
-
-    Returns the number of block scales whose sign bit was cleared; raises CheckpointError for a scale byte of 0xFF.
-    """
+def _write(target: HostLeaf | DeviceLeaf, piece: Piece, host: np.ndarray) -> int:
+    """Put one piece into its leaf; returns the number of block scales whose sign bit was cleared."""
     source = piece.fill.source
-    stacks = planes[source.leaf]
-    at = [0] * stacks[0].ndim
+    at = [0] * len(target.planes[0].shape)
     if source.index is not None:
         at[0] = source.index
     at[-host.ndim] += piece.start  # the axis that the first axis of the piece runs along
     if source.row:
         at[-2] += source.row
-    index = np.array(at, np.int32)
-    if piece.fill.kind != NVFP4:
-        planes[source.leaf] = (jax.block_until_ready(_update(stacks[0], host, index)),)
-        return 0
-    update = _update_packed if kind == "packed" else _update_decoded
-    *updated, found = jax.block_until_ready(update(*stacks, host, index))
-    planes[source.leaf] = tuple(updated)
-    largest, signed = (int(n) for n in np.asarray(found))
-    if largest == 0xFF:
+    try:
+        return target.write(host, tuple(at), piece.fill.kind == NVFP4)
+    except BadScale:
         tensor = piece.fill.tensors[0]
         raise CheckpointError(
             f"{tensor.file.path}: {short(tensor.name)}: a block scale is 0xFF, which decoders read as 0 or as 480; "
             "convert the checkpoint again with scales in 0x00..0x7E"
-        )
-    return signed
+        ) from None
 
 
 # -- reporting -------------------------------------------------------------------------------------------------------

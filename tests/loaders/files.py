@@ -216,9 +216,9 @@ def decoded(kind: str, data: np.ndarray) -> np.ndarray:
 
 def matrix_values(leaf) -> np.ndarray:
     """float32 values of a leaf of the tree, global scales left out."""
-    if isinstance(leaf, nvfp4.Packed | nvfp4.Scaled):
-        return np.asarray(leaf.values(), np.float32)
-    return np.asarray(leaf, np.float32)
+    if isinstance(leaf, nvfp4.Packed):
+        return nvfp4.decode_numpy(np.asarray(leaf.codes), np.asarray(leaf.scales))
+    return np.asarray(leaf.values_ if isinstance(leaf, nvfp4.Scaled) else leaf, np.float32)
 
 
 # -- GGUF headers byte by byte ---------------------------------------------------------------------------------------

@@ -72,7 +72,7 @@ def test_truncated_data_names_tensor_and_bytes(tmp_path, cut):
 def test_truncated_anywhere_in_the_header(tmp_path):
     whole = two_tensors(tmp_path / "a.gguf").read_bytes()
     path = tmp_path / "b.gguf"
-    for length in range(0, len(whole) - 16640):
+    for length in range(len(whole) - 16640):
         path.write_bytes(whole[:length])
         error(path)
 

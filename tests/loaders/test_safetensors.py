@@ -40,7 +40,7 @@ def test_agrees_with_the_safetensors_package(model):
     count = 0
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, "np") as theirs:
-            for name in theirs.keys():
+            for name in list(theirs.keys()):
                 tensor, slice_ = ours.tensors[name], theirs.get_slice(name)
                 assert (tensor.kind, list(tensor.shape)) == (slice_.get_dtype(), slice_.get_shape())
                 count += 1
