@@ -1,0 +1,499 @@
+"""A small vocabulary for Mosaic GPU kernels written per lane: integers, floats, addresses, tensor-core products.
+
+Pallas gives each kernel here its references and its grid; the body is emitted inside ``plgpu.inline_mgpu`` with "Lane"
+semantics, where every value is one scalar per CUDA thread. That is what lets a warp own a private ring of weights,
+place every load before the wait for its input, and feed ``mma.sync`` from registers: things that warpgroup-wide arrays
+cannot say. All arithmetic is LLVM; inline PTX appears only where LLVM has no instruction for it.
+
+Rule learnt on the device: inline PTX that synchronises threads must be ``convergent``. Otherwise LLVM may copy a
+``bar.sync`` into both arms of a neighbouring branch, and the kernel hangs the GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.mosaic import gpu as mosaic
+from jax.experimental.mosaic.gpu import utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, scf
+
+STREAM = "ld.global.L1::no_allocate.L2::256B"  # weights: read once, in long runs
+CACHED = "ld.global"
+
+
+def _i32():
+    return ir.IntegerType.get_signless(32)
+
+
+def _i64():
+    return ir.IntegerType.get_signless(64)
+
+
+def _f32():
+    return ir.F32Type.get()
+
+
+def ptx(text: str, *operands, results=None, volatile: bool = False, convergent: bool = False):
+    """Inline PTX over raw values; ``$0...`` are the results, then the operands."""
+    raw = [op.raw if isinstance(op, (Int, Float, Address)) else op for op in operands]
+    return utils.inline_ptx(
+        text, *raw, result_types=results, has_side_effects=volatile or results is None, convergent=convergent
+    )
+
+
+class Int:
+    """An unsigned 32-bit integer per lane. Operators take Python ints; comparisons give a predicate (raw i1)."""
+
+    __slots__ = ("raw",)
+
+    def __init__(self, value):
+        self.raw = (
+            mosaic.c(value - (1 << 32) if value >= 1 << 31 else value, _i32()) if isinstance(value, int) else value
+        )
+
+    def _with(self, op, other) -> Int:
+        return Int(op(self.raw, as_int(other).raw))
+
+    def __add__(self, other):
+        return self._with(arith.addi, other)
+
+    __radd__ = __add__
+
+    def __sub__(self, other):
+        return self._with(arith.subi, other)
+
+    def __rsub__(self, other):
+        return as_int(other) - self
+
+    def __mul__(self, other):
+        return self._with(arith.muli, other)
+
+    __rmul__ = __mul__
+
+    def __floordiv__(self, other):
+        return self._with(arith.divui, other)
+
+    def __mod__(self, other):
+        return self._with(arith.remui, other)
+
+    def __and__(self, other):
+        return self._with(arith.andi, other)
+
+    def __or__(self, other):
+        return self._with(arith.ori, other)
+
+    def __xor__(self, other):
+        return self._with(arith.xori, other)
+
+    def __lshift__(self, other):
+        return self._with(arith.shli, other)
+
+    def __rshift__(self, other):
+        return self._with(arith.shrui, other)
+
+    def _compare(self, predicate, other):
+        return arith.cmpi(predicate, self.raw, as_int(other).raw)
+
+    def __lt__(self, other):
+        return self._compare(arith.CmpIPredicate.ult, other)
+
+    def __ge__(self, other):
+        return self._compare(arith.CmpIPredicate.uge, other)
+
+    def equals(self, other):
+        """Predicate: equal."""
+        return self._compare(arith.CmpIPredicate.eq, other)
+
+    def maximum(self, other) -> Int:
+        return self._with(arith.maxui, other)
+
+    def minimum(self, other) -> Int:
+        return self._with(arith.minui, other)
+
+    def bits_as_float(self) -> Float:
+        return Float(arith.bitcast(_f32(), self.raw))
+
+
+class Float:
+    """A float32 per lane."""
+
+    __slots__ = ("raw",)
+
+    def __init__(self, value):
+        self.raw = mosaic.c(float(value), _f32()) if isinstance(value, (int, float)) else value
+
+    def _with(self, op, other) -> Float:
+        return Float(op(self.raw, as_float(other).raw))
+
+    def __add__(self, other):
+        return self._with(arith.addf, other)
+
+    __radd__ = __add__
+
+    def __sub__(self, other):
+        return self._with(arith.subf, other)
+
+    def __mul__(self, other):
+        return self._with(arith.mulf, other)
+
+    __rmul__ = __mul__
+
+    def __gt__(self, other):
+        return arith.cmpf(arith.CmpFPredicate.OGT, self.raw, as_float(other).raw)
+
+    def maximum(self, other) -> Float:
+        return Float(ptx("max.f32 $0, $1, $2;", self, as_float(other), results=_f32()))
+
+    def bits(self) -> Int:
+        return Int(arith.bitcast(_i32(), self.raw))
+
+
+class Address:
+    """A byte address: 64 bits in global memory, 32 bits in shared memory."""
+
+    __slots__ = ("raw", "shared")
+
+    def __init__(self, raw, shared: bool):
+        self.raw, self.shared = raw, shared
+
+    def __add__(self, offset) -> Address:
+        """Advance by bytes (int or Int below 2^32)."""
+        if isinstance(offset, int) and offset == 0:
+            return self
+        if self.shared:
+            return Address(arith.addi(self.raw, as_int(offset).raw), True)
+        wide = mosaic.c(offset, _i64()) if isinstance(offset, int) else arith.extui(_i64(), offset.raw)
+        return Address(arith.addi(self.raw, wide), False)
+
+    def index(self, index, stride: int) -> Address:
+        """Advance by index * stride bytes, computed in 64 bits for global memory (stacks exceed 4 GiB)."""
+        if self.shared:
+            return self + as_int(index) * stride
+        wide = arith.muli(arith.extui(_i64(), as_int(index).raw), mosaic.c(stride, _i64()))
+        return Address(arith.addi(self.raw, wide), False)
+
+
+def as_int(value) -> Int:
+    return value if isinstance(value, Int) else Int(value)
+
+
+def as_float(value) -> Float:
+    return value if isinstance(value, Float) else Float(value)
+
+
+# -- kernels -------------------------------------------------------------------------------------------------------
+
+
+def kernel(program: Callable, *, name: str, out: Sequence, shared: Sequence[int], grid: int, warps: int) -> Callable:
+    """A jitted function (inputs...) -> list of ``out`` that runs ``program`` in ``grid`` blocks of ``warps`` warps.
+
+    program(*addresses): the inputs' and outputs' starts in global memory, then those of the ``shared`` areas, whose
+    sizes are given in bytes. warps: a multiple of 4.
+    """
+
+    def body(*refs):
+        plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs))(lower)(*refs)
+
+    def lower(_, *refs):
+        split = len(refs) - len(shared)
+        wide = [Address(llvm.ptrtoint(_i64(), utils.memref_ptr(ref)), False) for ref in refs[:split]]
+        near = [Address(llvm.ptrtoint(_i32(), utils.memref_ptr(ref)), True) for ref in refs[split:]]
+        program(*wide, *near)
+
+    body.__name__ = name
+    return jax.jit(
+        plgpu.kernel(
+            body,
+            out_type=list(out),
+            scratch_types=[plgpu.SMEM((-(-nbytes // 4),), jnp.int32) for nbytes in shared],
+            grid=(grid,),
+            grid_names=("block",),
+            num_threads=warps // 4,
+            thread_name="warpgroup",
+            compiler_params=plgpu.CompilerParams(
+                lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
+            ),
+        )
+    )
+
+
+def index_operand(*indices) -> jax.Array:
+    """Layer indices (Python ints or int32 scalars) as a small int32 array for a kernel to read.
+
+    The last entry is never read: XLA computes an array of equal constants in a kernel of its own, at every call, and
+    stores one of different constants in the program.
+    """
+    if all(isinstance(i, int) for i in indices):
+        return jnp.asarray(np.array([*indices, -1], np.int32))
+    return jnp.stack([jnp.asarray(i, jnp.int32) for i in (*indices, -1)])
+
+
+def cached(builder: Callable) -> Callable:
+    """Remember a kernel per (hashable) specification: equal kernels are traced and assembled once."""
+    remembered = functools.lru_cache(maxsize=256)(lambda _, *key: builder(*key))
+    return functools.wraps(builder)(lambda *key: remembered(kernel, *key))
+
+
+# -- where am I ----------------------------------------------------------------------------------------------------
+
+
+class Lane:
+    """This thread's place: thread, warp (uniform), lane = 4 g + q."""
+
+    def __init__(self):
+        self.thread = Int(utils.thread_idx())
+        self.warp = Int(utils.warp_idx(sync=True))
+        self.lane = self.thread & 31
+        self.g = self.lane >> 2
+        self.q = self.lane & 3
+
+
+def block_index() -> Int:
+    """Which block of a one-dimensional grid."""
+    return Int(utils.block_idx())
+
+
+# -- control -------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def when(predicate):
+    """Lanes whose predicate holds run the body."""
+    with utils.when(predicate):
+        yield
+
+
+def both(a, b):
+    return arith.andi(a, b)
+
+
+def either(a, b):
+    return arith.ori(a, b)
+
+
+def negate(a):
+    return arith.xori(a, mosaic.c(1, ir.IntegerType.get_signless(1)))
+
+
+def select(predicate, yes, no):
+    """Int or Float by predicate."""
+    if isinstance(yes, Float) or isinstance(no, Float):
+        return Float(arith.select(predicate, as_float(yes).raw, as_float(no).raw))
+    return Int(arith.select(predicate, as_int(yes).raw, as_int(no).raw))
+
+
+def loop(start, stop, step, carry: Sequence[Int | Float], body: Callable) -> list:
+    """``for i in range(start, stop, step): carry = body(i, carry)`` with Int and Float carried values."""
+    kinds = [type(value) for value in carry]
+    op = scf.ForOp(as_int(start).raw, as_int(stop).raw, as_int(step).raw, [value.raw for value in carry])
+    with ir.InsertionPoint(op.body):
+        inner = [kind(raw) for kind, raw in zip(kinds, op.inner_iter_args, strict=True)]
+        scf.YieldOp([value.raw for value in body(Int(op.induction_variable), inner)])
+    return [kind(raw) for kind, raw in zip(kinds, op.results, strict=True)]
+
+
+def barrier() -> None:
+    """All threads of the block; shared memory written before is visible after."""
+    ptx("bar.sync 0;", convergent=True)
+
+
+def warp_barrier() -> None:
+    ptx("bar.warp.sync 0xffffffff;", convergent=True)
+
+
+# -- memory --------------------------------------------------------------------------------------------------------
+
+
+def load(at: Address, words: int = 1, offset: int = 0, kind: str = CACHED) -> list[Int]:
+    """1, 2 or 4 aligned 32-bit words; ``offset`` in bytes. Never moved or merged by the compiler."""
+    kind = "ld.shared" if at.shared else kind
+    if words == 1:
+        return [Int(ptx(f"{kind}.b32 $0, [$1+{offset}];", at, results=_i32(), volatile=True))]
+    outputs = ",".join(f"${i}" for i in range(words))
+    text = f"{kind}.v{words}.b32 {{{outputs}}}, [${words}+{offset}];"
+    return [Int(raw) for raw in ptx(text, at, results=[_i32()] * words, volatile=True)]
+
+
+def load_float(at: Address, words: int = 1, offset: int = 0, kind: str = CACHED) -> list[Float]:
+    return [word.bits_as_float() for word in load(at, words, offset, kind)]
+
+
+def store(at: Address, *words: Int, offset: int = 0) -> None:
+    """1, 2 or 4 aligned 32-bit words."""
+    space = "st.shared" if at.shared else "st.global"
+    if len(words) == 1:
+        ptx(f"{space}.b32 [$0+{offset}], $1;", at, words[0])
+        return
+    inputs = ",".join(f"${i + 1}" for i in range(len(words)))
+    ptx(f"{space}.v{len(words)}.b32 [$0+{offset}], {{{inputs}}};", at, *words)
+
+
+def store_float(at: Address, *values: Float, offset: int = 0) -> None:
+    store(at, *[value.bits() for value in values], offset=offset)
+
+
+def store_bf16(at: Address, value: Float) -> None:
+    """One rounded bfloat16."""
+    space = "st.shared" if at.shared else "st.global"
+    ptx(f"{{\n.reg .b16 h;\ncvt.rn.bf16.f32 h, $1;\n{space}.b16 [$0], h;\n}}", at, value)
+
+
+# -- numbers -------------------------------------------------------------------------------------------------------
+
+
+def fma(a, b, c) -> Float:
+    return Float(ptx("fma.rn.f32 $0, $1, $2, $3;", as_float(a), as_float(b), as_float(c), results=_f32()))
+
+
+def exp2(x: Float) -> Float:
+    """Hardware 2^x (relative error 2^-22), flushing subnormals."""
+    return Float(ptx("ex2.approx.ftz.f32 $0, $1;", x, results=_f32()))
+
+
+def rsqrt(x: Float) -> Float:
+    """Hardware reciprocal square root, flushing subnormals."""
+    return Float(ptx("rsqrt.approx.ftz.f32 $0, $1;", x, results=_f32()))
+
+
+def reciprocal(x: Float) -> Float:
+    """Hardware approximation (1 ulp)."""
+    return Float(ptx("rcp.approx.ftz.f32 $0, $1;", x, results=_f32()))
+
+
+def divide(a, b) -> Float:
+    """IEEE division."""
+    return Float(ptx("div.rn.f32 $0, $1, $2;", as_float(a), as_float(b), results=_f32()))
+
+
+def bf16_pair(word: Int) -> tuple[Float, Float]:
+    """Two bfloat16 in a word -> float32 (low half first)."""
+    return (word << 16).bits_as_float(), (word & 0xFFFF0000).bits_as_float()
+
+
+def to_bf16_pair(low: Float, high: Float) -> Int:
+    """Two float32, rounded to nearest even -> a word."""
+    return Int(ptx("cvt.rn.bf16x2.f32 $0, $2, $1;", low, high, results=_i32()))
+
+
+def to_f16_pair(low: Float, high: Float) -> Int:
+    return Int(ptx("cvt.rn.f16x2.f32 $0, $2, $1;", low, high, results=_i32()))
+
+
+def round_bf16(x: Float) -> Float:
+    """bfloat16 rounding (nearest even), kept in float32."""
+    return bf16_pair(to_bf16_pair(x, x))[0]
+
+
+def e4m3_quad(word: Int) -> list[Float]:
+    """Four E4M3 bytes -> float32, exact."""
+    text = (
+        "{\n.reg .b16 l,h,a,b,c,d; .reg .b32 u,v;\nmov.b32 {l,h}, $4;\n"
+        "cvt.rn.f16x2.e4m3x2 u, l;\ncvt.rn.f16x2.e4m3x2 v, h;\nmov.b32 {a,b}, u;\nmov.b32 {c,d}, v;\n"
+        "cvt.f32.f16 $0, a;\ncvt.f32.f16 $1, b;\ncvt.f32.f16 $2, c;\ncvt.f32.f16 $3, d;\n}"
+    )
+    return [Float(raw) for raw in ptx(text, word, results=[_f32()] * 4)]
+
+
+def e4m3_quad_broadcast(word: Int) -> list[Int]:
+    """Four E4M3 bytes -> four words, each the value twice in float16, exact."""
+    text = (
+        "{\n.reg .b16 l,h,a,b,c,d; .reg .b32 u,v;\nmov.b32 {l,h}, $4;\n"
+        "cvt.rn.f16x2.e4m3x2 u, l;\ncvt.rn.f16x2.e4m3x2 v, h;\nmov.b32 {a,b}, u;\nmov.b32 {c,d}, v;\n"
+        "mov.b32 $0, {a,a};\nmov.b32 $1, {b,b};\nmov.b32 $2, {c,c};\nmov.b32 $3, {d,d};\n}"
+    )
+    return [Int(raw) for raw in ptx(text, word, results=[_i32()] * 4)]
+
+
+def multiply_f16_pair(a: Int, b: Int) -> Int:
+    return Int(ptx("mul.rn.f16x2 $0, $1, $2;", a, b, results=_i32()))
+
+
+# -- across lanes --------------------------------------------------------------------------------------------------
+
+
+def shuffle_xor(x: Float, distance: int) -> Float:
+    return Float(utils.shfl_bfly(x.raw, distance))
+
+
+def sum_lanes(x: Float, distances: Sequence[int]) -> Float:
+    """Butterfly sum over lanes that differ in these bits; every lane gets the (same) total."""
+    for distance in distances:
+        x = x + shuffle_xor(x, distance)
+    return x
+
+
+def warp_maximum(x: Int) -> Int:
+    """Unsigned maximum over the warp."""
+    return Int(ptx("redux.sync.max.u32 $0, $1, 0xffffffff;", x, results=_i32(), volatile=True, convergent=True))
+
+
+# -- tensor cores --------------------------------------------------------------------------------------------------
+
+
+def mma(kind: str, c: Sequence[Float], a: Sequence[Int], b: Sequence[Int]) -> list[Float]:
+    """m16n8k16: c [rows g, g, g+8, g+8; columns 2q, 2q+1] += a x b; kind "f16" or "bf16", float32 sums."""
+    text = (
+        f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 "
+        "{$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};"
+    )
+    return [Float(raw) for raw in ptx(text, *a, *b, *c, results=[_f32()] * 4, convergent=True)]
+
+
+CODE_SCALE = 2.0**14  # ``decode_codes`` gives weight * 2^-14
+
+
+def decode_codes(word: Int) -> list[Int]:
+    """A code word of ``layout`` -> the A operand of one product: four float16 pairs, code * 2^-14, exact.
+
+    11 integer instructions for 8 weights. Shifting the whole word is safe: bits that cross from the lower half into
+    the upper one land below the masks.
+    """
+    magnitude, sign = 0x0E000E00, 0x80008000
+    return [
+        word & (magnitude | sign),
+        (word << 3) & (magnitude | sign),
+        ((word << 6) & magnitude) | ((word << 1) & sign),
+        ((word << 9) & magnitude) | ((word << 2) & sign),
+    ]
+
+
+# -- bulk copies into shared memory --------------------------------------------------------------------------------
+
+
+def arrival_init(at: Address) -> None:
+    """An mbarrier that one thread arrives at."""
+    ptx("mbarrier.init.shared::cta.b64 [$0], 1;", at)
+
+
+def arrival_fence() -> None:
+    """Make initialised mbarriers visible to the copy engine."""
+    ptx("fence.mbarrier_init.release.cluster;")
+
+
+def bulk_copy(destination: Address, source: Address, nbytes: int, arrival: Address) -> None:
+    """Global -> shared by the copy engine; one thread calls it; completion is counted on ``arrival``."""
+    ptx(
+        f"{{\n.reg .b64 s;\nmbarrier.arrive.expect_tx.shared::cta.b64 s, [$2], {nbytes};\n"
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], "
+        f"{nbytes}, [$2];\n}}",
+        destination,
+        source,
+        arrival,
+    )
+
+
+def arrival_wait(at: Address, parity: Int) -> None:
+    ptx(
+        "{\n.reg .pred p;\nWAIT:\nmbarrier.try_wait.parity.shared::cta.b64 p, [$0], $1;\n@p bra DONE;\nbra WAIT;\n"
+        "DONE:\n}",
+        at,
+        as_int(parity),
+        convergent=True,
+    )

@@ -1,0 +1,496 @@
+"""Run the kernels' programs on the CPU, all threads of a block in lockstep, as numpy arrays.
+
+Pallas cannot interpret bodies emitted inside ``inline_mgpu``, so this module gives the vocabulary of ``emit`` a second
+meaning: an ``Int`` holds one value per thread, ``when`` masks, ``mma`` multiplies. What it checks beyond numbers:
+
+- every address lies inside its buffer and is aligned to the access;
+- barriers, shuffles and products are reached by all the threads that take part;
+- a word of shared memory is never read by another thread before a barrier that covers both;
+- a wait for a bulk copy waits for the phase that was requested.
+
+It cannot see speed, memory ordering between blocks, or what the assembler makes of the program.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import ml_dtypes
+import numpy as np
+
+from pallas_kernels import emit
+
+_SPACE = 40  # bits of an address inside one buffer
+_SHARED = 1 << 15
+
+
+class _Machine:
+    """One block being executed."""
+
+    def __init__(self, buffers: Sequence[np.ndarray], shared: np.ndarray, threads: int, block: int):
+        self.buffers, self.shared, self.threads, self.block = buffers, shared, threads, block
+        self.mask = np.ones(threads, bool)
+        self.arrivals: dict[int, int] = {}
+        words = shared.size // 4
+        self.writer = np.full(words, -1)
+        self.written_block, self.written_warp = np.zeros(words, int), np.zeros(words, int)
+        self.block_epoch, self.warp_epoch = 0, np.zeros(threads // 32, int)
+
+    def _locate(self, addresses: np.ndarray, nbytes: int):
+        """Yield (buffer, lanes, offsets) for the active lanes."""
+        lanes = np.flatnonzero(self.mask)
+        if (addresses[lanes] % nbytes).any():
+            raise AssertionError(f"an address is not aligned to {nbytes} bytes")
+        spaces = addresses[lanes] >> _SPACE
+        for space in np.unique(spaces):
+            here = lanes[spaces == space]
+            offsets = (addresses[here] & ((1 << _SPACE) - 1)).astype(np.int64)
+            buffer = self.shared if space == _SHARED else self.buffers[int(space) - 1]
+            if (offsets + nbytes > buffer.size).any():
+                raise AssertionError(f"access of {nbytes} bytes at {offsets.max()} in a buffer of {buffer.size}")
+            yield buffer, here, offsets
+
+    def read(self, addresses: np.ndarray, nbytes: int) -> np.ndarray:
+        """uint8 [threads, nbytes]; zero in inactive lanes."""
+        result = np.zeros((self.threads, nbytes), np.uint8)
+        for buffer, lanes, offsets in self._locate(addresses, nbytes):
+            places = offsets[:, None] + np.arange(nbytes)
+            result[lanes] = buffer[places]
+            if buffer is self.shared:
+                self._check_race(lanes, places[:, ::4] // 4)
+        return result
+
+    def write(self, addresses: np.ndarray, data: np.ndarray) -> None:
+        nbytes = data.shape[1]
+        for buffer, lanes, offsets in self._locate(addresses, nbytes):
+            places = offsets[:, None] + np.arange(nbytes)
+            buffer[places] = data[lanes]
+            if buffer is self.shared:
+                words = places[:, ::4] // 4
+                self.writer[words] = lanes[:, None]
+                self.written_block[words] = self.block_epoch
+                self.written_warp[words] = self.warp_epoch[lanes // 32][:, None]
+
+    def _check_race(self, lanes: np.ndarray, words: np.ndarray) -> None:
+        writer = self.writer[words]
+        other = (writer >= 0) & (writer != lanes[:, None]) & (self.written_block[words] == self.block_epoch)
+        same_warp = writer // 32 == lanes[:, None] // 32
+        synced = same_warp & (self.written_warp[words] < self.warp_epoch[lanes // 32][:, None])
+        if (other & ~synced).any():
+            raise AssertionError("shared memory read before a barrier after its writing by another thread")
+
+    def whole_warps(self, what: str) -> np.ndarray:
+        """Which warps are active; every active one must be whole."""
+        warps = self.mask.reshape(-1, 32)
+        if (warps.any(1) != warps.all(1)).any():
+            raise AssertionError(f"{what} reached by part of a warp")
+        return warps[:, 0]
+
+
+_machine: _Machine | None = None
+
+
+def _now() -> _Machine:
+    assert _machine is not None
+    return _machine
+
+
+def _full(value, dtype) -> np.ndarray:
+    return np.full(_now().threads, value, dtype)
+
+
+class Int:
+    """uint32 per thread."""
+
+    def __init__(self, value):
+        self.raw = _full(value & 0xFFFFFFFF, np.uint32) if isinstance(value, int) else value.astype(np.uint32)
+
+    def _with(self, op, other):
+        with np.errstate(over="ignore"):
+            return Int(op(self.raw, as_int(other).raw))
+
+    def __add__(self, other):
+        return self._with(np.add, other)
+
+    __radd__ = __add__
+
+    def __sub__(self, other):
+        return self._with(np.subtract, other)
+
+    def __rsub__(self, other):
+        return as_int(other) - self
+
+    def __mul__(self, other):
+        return self._with(np.multiply, other)
+
+    __rmul__ = __mul__
+
+    def __floordiv__(self, other):
+        return self._with(np.floor_divide, other)
+
+    def __mod__(self, other):
+        return self._with(np.remainder, other)
+
+    def __and__(self, other):
+        return self._with(np.bitwise_and, other)
+
+    def __or__(self, other):
+        return self._with(np.bitwise_or, other)
+
+    def __xor__(self, other):
+        return self._with(np.bitwise_xor, other)
+
+    def __lshift__(self, other):
+        return self._with(np.left_shift, other)
+
+    def __rshift__(self, other):
+        return self._with(np.right_shift, other)
+
+    def __lt__(self, other):
+        return self.raw < as_int(other).raw
+
+    def __ge__(self, other):
+        return self.raw >= as_int(other).raw
+
+    def equals(self, other):
+        return self.raw == as_int(other).raw
+
+    def maximum(self, other):
+        return self._with(np.maximum, other)
+
+    def minimum(self, other):
+        return self._with(np.minimum, other)
+
+    def bits_as_float(self):
+        return Float(self.raw.view(np.float32))
+
+
+class Float:
+    """float32 per thread."""
+
+    def __init__(self, value):
+        self.raw = _full(value, np.float32) if isinstance(value, (int, float)) else value.astype(np.float32)
+
+    def _with(self, op, other):
+        with np.errstate(all="ignore"):
+            return Float(op(self.raw, as_float(other).raw))
+
+    def __add__(self, other):
+        return self._with(np.add, other)
+
+    __radd__ = __add__
+
+    def __sub__(self, other):
+        return self._with(np.subtract, other)
+
+    def __mul__(self, other):
+        return self._with(np.multiply, other)
+
+    __rmul__ = __mul__
+
+    def __gt__(self, other):
+        return self.raw > as_float(other).raw
+
+    def maximum(self, other):
+        return self._with(np.fmax, other)
+
+    def bits(self):
+        return Int(self.raw.view(np.uint32))
+
+
+class Address:
+    """int64 per thread: buffer number and offset."""
+
+    def __init__(self, raw, shared: bool):
+        self.raw, self.shared = raw, shared
+
+    def __add__(self, offset):
+        return Address(self.raw + (offset if isinstance(offset, int) else offset.raw.astype(np.int64)), self.shared)
+
+    def index(self, index, stride: int):
+        return Address(self.raw + as_int(index).raw.astype(np.int64) * stride, self.shared)
+
+
+def as_int(value):
+    return value if isinstance(value, Int) else Int(value)
+
+
+def as_float(value):
+    return value if isinstance(value, Float) else Float(value)
+
+
+def kernel(program, *, name: str, out, shared, grid: int, warps: int):
+    """``emit.kernel`` on numpy arrays."""
+
+    def run(*inputs):
+        global _machine
+        arrays = [np.ascontiguousarray(x) for x in inputs] + [np.zeros(o.shape, o.dtype) for o in out]
+        buffers = [a.reshape(-1).view(np.uint8) for a in arrays]
+        for buffer in buffers[len(inputs) :]:
+            buffer[:] = 0xFF  # NaN in every float type: what a kernel forgets to write shows
+        starts = np.cumsum([0, *(-(-size // 16) * 16 for size in shared)])
+        for block in range(grid):
+            area = np.full(int(starts[-1]), 0xFF, np.uint8)
+            _machine = _Machine(buffers, area, warps * 32, block)
+            wide = [Address(_full((i + 1) << _SPACE, np.int64), False) for i in range(len(buffers))]
+            near = [Address(_full((_SHARED << _SPACE) + int(start), np.int64), True) for start in starts[:-1]]
+            program(*wide, *near)
+        _machine = None
+        return arrays[len(inputs) :]
+
+    return run
+
+
+class Lane:
+    def __init__(self):
+        self.thread = Int(np.arange(_now().threads))
+        self.warp = self.thread >> 5
+        self.lane = self.thread & 31
+        self.g = self.lane >> 2
+        self.q = self.lane & 3
+
+
+def block_index():
+    return Int(_now().block)
+
+
+@contextlib.contextmanager
+def when(predicate):
+    machine = _now()
+    before = machine.mask
+    machine.mask = before & predicate
+    yield
+    machine.mask = before
+
+
+def both(a, b):
+    return a & b
+
+
+def either(a, b):
+    return a | b
+
+
+def negate(a):
+    return ~a
+
+
+def select(predicate, yes, no):
+    if isinstance(yes, Float) or isinstance(no, Float):
+        return Float(np.where(predicate, as_float(yes).raw, as_float(no).raw))
+    return Int(np.where(predicate, as_int(yes).raw, as_int(no).raw))
+
+
+def loop(start, stop, step, carry, body):
+    machine = _now()
+    before = machine.mask
+    index, stop = as_int(start), as_int(stop)
+    carry = list(carry)
+    while (active := before & (index < stop)).any():
+        machine.mask = active
+        after = body(index, list(carry))
+        carry = [select(active, new, old) for new, old in zip(after, carry, strict=True)]
+        index = index + step
+    machine.mask = before
+    return carry
+
+
+def barrier():
+    machine = _now()
+    if not machine.mask.all():
+        raise AssertionError("a block barrier reached by part of the block")
+    machine.block_epoch += 1
+
+
+def warp_barrier():
+    machine = _now()
+    machine.warp_epoch[machine.whole_warps("a warp barrier")] += 1
+
+
+def load(at, words: int = 1, offset: int = 0, kind: str = ""):
+    data = _now().read(at.raw + offset, 4 * words).view(np.uint32)
+    return [Int(data[:, i].copy()) for i in range(words)]
+
+
+def load_float(at, words: int = 1, offset: int = 0, kind: str = ""):
+    return [word.bits_as_float() for word in load(at, words, offset)]
+
+
+def store(at, *words, offset: int = 0):
+    data = np.stack([word.raw for word in words], -1).astype(np.uint32)
+    _now().write(at.raw + offset, np.ascontiguousarray(data).view(np.uint8))
+
+
+def store_float(at, *values, offset: int = 0):
+    store(at, *[value.bits() for value in values], offset=offset)
+
+
+def _bf16_bits(x) -> np.ndarray:
+    with np.errstate(all="ignore"):
+        return x.raw.astype(ml_dtypes.bfloat16).view(np.uint16)
+
+
+def store_bf16(at, value):
+    _now().write(at.raw, np.ascontiguousarray(_bf16_bits(value)[:, None]).view(np.uint8))
+
+
+def fma(a, b, c):
+    a, b, c = (as_float(x).raw.astype(np.float64) for x in (a, b, c))
+    with np.errstate(all="ignore"):
+        return Float(a * b + c)
+
+
+def _unary(function):
+    def apply(x):
+        with np.errstate(all="ignore"):
+            return Float(function(x.raw.astype(np.float64)))
+
+    return apply
+
+
+exp2 = _unary(np.exp2)
+rsqrt = _unary(lambda x: 1 / np.sqrt(x))
+reciprocal = _unary(lambda x: 1 / x)
+
+
+def divide(a, b):
+    return as_float(a)._with(np.divide, b)
+
+
+def bf16_pair(word):
+    return (word << 16).bits_as_float(), (word & 0xFFFF0000).bits_as_float()
+
+
+def _join(low, high):
+    return Int(low.astype(np.uint32) | (high.astype(np.uint32) << np.uint32(16)))
+
+
+def to_bf16_pair(low, high):
+    return _join(_bf16_bits(low), _bf16_bits(high))
+
+
+def to_f16_pair(low, high):
+    with np.errstate(all="ignore"):
+        return _join(*(x.raw.astype(np.float16).view(np.uint16) for x in (low, high)))
+
+
+def round_bf16(x):
+    return Float(_bf16_bits(x).view(ml_dtypes.bfloat16).astype(np.float32))
+
+
+def _e4m3(word) -> np.ndarray:
+    return word.raw[:, None].view(np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+
+
+def e4m3_quad(word):
+    values = _e4m3(word)
+    return [Float(values[:, i]) for i in range(4)]
+
+
+def e4m3_quad_broadcast(word):
+    return [to_f16_pair(value, value) for value in e4m3_quad(word)]
+
+
+def _halves(word, dtype) -> np.ndarray:
+    return np.ascontiguousarray(word.raw)[:, None].view(np.uint16).view(dtype)
+
+
+def multiply_f16_pair(a, b):
+    product = _halves(a, np.float16) * _halves(b, np.float16)
+    return Int(np.ascontiguousarray(product).view(np.uint32)[:, 0])
+
+
+def shuffle_xor(x, distance: int):
+    _now().whole_warps("a shuffle")
+    return Float(x.raw[np.arange(x.raw.size) ^ distance])
+
+
+def sum_lanes(x, distances):
+    for distance in distances:
+        x = x + shuffle_xor(x, distance)
+    return x
+
+
+def warp_maximum(x):
+    _now().whole_warps("a warp maximum")
+    return Int(np.repeat(x.raw.reshape(-1, 32).max(1), 32))
+
+
+def mma(kind: str, c, a, b):
+    _now().whole_warps("a tensor-core product")
+    dtype = np.float16 if kind == "f16" else ml_dtypes.bfloat16
+    read = lambda word: _halves(word, dtype).astype(np.float64).reshape(-1, 8, 4, 2)  # noqa: E731 - warp, g, q, pair
+    left = np.stack([np.stack([read(a[h + 2 * k]) for k in range(2)], 3) for h in range(2)], 1)  # w h g q k pair
+    left = left.transpose(0, 1, 2, 4, 3, 5).reshape(-1, 16, 16)
+    right = np.stack([read(word) for word in b], 2)  # warp, column g, k, q, pair
+    right = right.reshape(-1, 8, 16)
+    with np.errstate(all="ignore"):
+        product = np.einsum("wrk,wck->wrc", left, right).reshape(-1, 2, 8, 4, 2)  # w h g q column
+        order = [(0, 0), (0, 1), (1, 0), (1, 1)]
+        return [
+            Float(c[i].raw.astype(np.float64) + product[:, h, :, :, e].reshape(-1)) for i, (h, e) in enumerate(order)
+        ]
+
+
+def decode_codes(word):
+    magnitude, sign = 0x0E000E00, 0x80008000
+    return [
+        word & (magnitude | sign),
+        (word << 3) & (magnitude | sign),
+        ((word << 6) & magnitude) | ((word << 1) & sign),
+        ((word << 9) & magnitude) | ((word << 2) & sign),
+    ]
+
+
+def arrival_init(at):
+    machine = _now()
+    for lane in np.flatnonzero(machine.mask):
+        machine.arrivals[int(at.raw[lane])] = 0
+
+
+def arrival_fence():
+    pass
+
+
+def bulk_copy(destination, source, nbytes: int, arrival):
+    machine = _now()
+    for lane in np.flatnonzero(machine.mask):
+        space, start = divmod(int(source.raw[lane]), 1 << _SPACE)
+        buffer = machine.buffers[space - 1]
+        to = int(destination.raw[lane]) & ((1 << _SPACE) - 1)
+        if start % 16 or to % 16 or nbytes % 16 or start + nbytes > buffer.size or to + nbytes > machine.shared.size:
+            raise AssertionError(f"bulk copy of {nbytes} bytes from {start} to {to}")
+        machine.shared[to : to + nbytes] = buffer[start : start + nbytes]
+        machine.writer[to // 4 : (to + nbytes) // 4] = -1
+        machine.arrivals[int(arrival.raw[lane])] += 1
+
+
+def arrival_wait(at, parity):
+    machine = _now()
+    parity = as_int(parity)
+    for lane in np.flatnonzero(machine.mask):
+        done = machine.arrivals[int(at.raw[lane])]
+        if done == 0 or (done - 1) & 1 != parity.raw[lane]:
+            raise AssertionError(f"waiting for parity {parity.raw[lane]} after {done} copies: would hang or run ahead")
+
+
+_NAMES = [
+    name
+    for name in list(globals())
+    if not name.startswith("_") and hasattr(emit, name) and name not in ("annotations",)
+]
+
+
+@contextlib.contextmanager
+def active() -> Iterator[None]:
+    """Within the block, kernels built from ``emit`` run here: numpy in, numpy out."""
+    own = {name: globals()[name] for name in _NAMES if callable(globals()[name])}
+    saved = {name: getattr(emit, name) for name in own}
+    for name, value in own.items():
+        setattr(emit, name, value)
+    try:
+        yield
+    finally:
+        for name, value in saved.items():
+            setattr(emit, name, value)
