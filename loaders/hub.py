@@ -49,7 +49,9 @@ def _download(repo: str, file: str | None) -> Path:
     except CheckpointError:
         raise
     except Exception as error:  # the library raises many kinds: network, authentication, no such repository
-        raise CheckpointError(f"{repo}: the download failed: {type(error).__name__}: {error}") from error
+        raise CheckpointError(
+            f"{repo}: no such file or folder, and as a hub id the download failed: {type(error).__name__}: {error}"
+        ) from error
     return Path(folder) / target if target else Path(folder)
 
 

@@ -539,11 +539,12 @@ def test_report_and_bar(tmp_path, capfd):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("where", ["host"], indirect=True)
 def test_host_memory_is_bounded(tmp_path):
-    """760 MB of BF16 experts in one file under a limit on anonymous memory that leaves 260 MB beside the weights.
+    """An 816 MB file of BF16 experts in pieces of 16 MiB: resident memory grows by the weights and at most 400 MiB.
 
-    The CPU backend keeps the weights in host memory too, so the limit is weights + start-up + a few pieces; a second
-    copy of the model, or the file's pages counted as ours, would break it.
+    The CPU backend keeps the weights in host memory too, so they count; beside them there are a dozen pieces and what
+    the allocator keeps. A second copy of the model, or the file's pages left with us, would break the limit.
     """
     script = textwrap.dedent("""
         import json, os, resource, sys
@@ -585,4 +586,4 @@ def test_host_memory_is_bounded(tmp_path):
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["nbytes"] == size
-    assert found["peak"] - found["before"] < size + (260 << 20), found
+    assert found["peak"] - found["before"] < size + (400 << 20), found
