@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import os
+from typing import TYPE_CHECKING
+
 from loaders.assemble import LoadReport
 from loaders.checkpoint import Checkpoint, load_weights, open_checkpoint
 
 __all__ = ["Checkpoint", "LoadReport", "load_tokenizer", "load_weights", "open_checkpoint"]
 
 
-def load_tokenizer(path):
+if TYPE_CHECKING:
+    from loaders.tokenizer import Tokenizer
+
+
+def load_tokenizer(path: str | os.PathLike) -> Tokenizer:
     """Tokenizer of a folder or a .gguf file; see loaders.tokenizer.load_tokenizer."""
     from loaders import tokenizer  # imported late: it needs the tokenizers library, loading weights does not
 

@@ -7,7 +7,7 @@ import functools
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flint_jax.config import FlintConfig
 from flint_jax.errors import CheckpointError, ConfigError
@@ -15,6 +15,9 @@ from loaders import config as configs
 from loaders import gguf, hub, name_map, safetensors
 from loaders.assemble import LoadReport, Tree, assemble
 from loaders.raw import RawTensor
+
+if TYPE_CHECKING:
+    from loaders.tokenizer import Tokenizer
 
 
 @dataclasses.dataclass
@@ -46,7 +49,7 @@ class Checkpoint:
         return self.plan.nbytes
 
     @functools.cached_property
-    def tokenizer(self):
+    def tokenizer(self) -> Tokenizer | None:
         """loaders.tokenizer.Tokenizer, or None when the checkpoint has none. Read on first use (TokenizerError)."""
         if self.tokenizer_path is None:
             return None

@@ -102,6 +102,8 @@ _FIXED: dict[str, tuple[Any, ...]] = {
     "use_moe": (True,),
     "use_sinks": (True,),
     "use_attention_sinks": (True,),
+    "attention_sink": (True,),
+    "attention_sinks": (True,),
     "text_config": (),
     "vision_config": (),
     "audio_config": (),
@@ -118,18 +120,13 @@ _SUSPECT = re.compile(
     r"(pre|post|sandwich|layer)_?norm(?!_eps)|parallel_(block|attn|residual)|mamba|ssm|linear_attn|linear_attention|"
     r"kv_shared|shared_kv|cross_|hash|per_layer|mla|conv|state_|_act(ivation)?(_fn|_func)?$|attn_"
 )
+_TRAINING_ONLY = re.compile(r"(dtype|implementation|_coef|dropout|_loss\w*)$")
 _ONE_IS_NEUTRAL = re.compile(r"scal|multiplier|factor|freq|step|group|chunk")
 # Names that the pattern above catches although they only concern training, bookkeeping or other software.
 _HARMLESS = {
-    "attention_dropout", "attn_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop", "hidden_dropout",
-    "classifier_dropout",
-    "attn_implementation", "_attn_implementation", "_experts_implementation", "experts_implementation",
-    "router_aux_loss_coef", "output_router_logits", "router_z_loss_coef", "router_jitter_noise", "expert_dropout",
-    "initializer_range", "use_cache", "torch_dtype", "dtype", "head_dtype", "max_window_layers",
-    "chunk_size_feed_forward",
-    "moe_aux_loss_coef", "moe_z_loss_coef", "seq_aux", "aux_loss_alpha", "pretraining_tp", "ep_size",
-    "moe_token_dropping",
-    "bad_words_ids", "cross_attention_hidden_size",
+    "attn_pdrop", "embd_pdrop", "resid_pdrop", "output_router_logits", "router_jitter_noise", "initializer_range",
+    "use_cache", "max_window_layers", "chunk_size_feed_forward", "seq_aux", "aux_loss_alpha", "pretraining_tp", "ep_size",
+    "moe_token_dropping", "bad_words_ids", "cross_attention_hidden_size",
 }  # fmt: skip
 
 
@@ -227,7 +224,7 @@ def _check_switches(values: Mapping[str, Any], problems: list[str]) -> None:
                 problems.append(
                     f"{key} = {_short(value)} contradicts mlp_only_layers = {values.get('mlp_only_layers')!r}"
                 )
-        elif _SUSPECT.search(key.lower()):
+        elif _SUSPECT.search(key.lower()) and not _TRAINING_ONLY.search(key.lower()):
             neutral = value in _UNSET or value in ([], {}) or (value == 1 and _ONE_IS_NEUTRAL.search(key.lower()))
             if not neutral:
                 problems.append(

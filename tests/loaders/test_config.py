@@ -165,6 +165,8 @@ def test_neutral_and_harmless_keys_pass():
         "logits_scaling": 1.0,
         "first_k_dense_replace": 2,
         "head_dtype": "float32",
+        "moe_router_dtype": "float32",
+        "attention_sink": True,
         "transformers_version": "5.24.0",
         "auto_map": {"AutoConfig": "configuration_flint.FlintConfig"},
         "max_window_layers": 28,
