@@ -125,8 +125,8 @@ _ONE_IS_NEUTRAL = re.compile(r"scal|multiplier|factor|freq|step|group|chunk")
 # Names that the pattern above catches although they only concern training, bookkeeping or other software.
 _HARMLESS = {
     "attn_pdrop", "embd_pdrop", "resid_pdrop", "output_router_logits", "router_jitter_noise", "initializer_range",
-    "use_cache", "max_window_layers", "chunk_size_feed_forward", "seq_aux", "aux_loss_alpha", "pretraining_tp", "ep_size",
-    "moe_token_dropping", "bad_words_ids", "cross_attention_hidden_size",
+    "use_cache", "max_window_layers", "chunk_size_feed_forward", "seq_aux", "aux_loss_alpha", "pretraining_tp",
+    "ep_size", "moe_token_dropping", "bad_words_ids", "cross_attention_hidden_size",
 }  # fmt: skip
 
 
