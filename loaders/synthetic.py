@@ -134,7 +134,7 @@ class Stream:
 
     def records(self, part: int, nbytes: int) -> np.ndarray:
         """A part of an NVFP4 tensor: records of random codes with random, well-formed block scales."""
-        raw = self.raw(part, nbytes).copy()
+        raw = self.raw(part, nbytes)
         scales = raw.view(np.uint32)[:: nvfp4.GGUF_BYTES // 4]
         scales &= np.uint32(0x0F0F0F0F)
         scales |= np.uint32(_SCALE_LOW * 0x01010101)

@@ -43,7 +43,7 @@ def forged(case):
 # -- against transformers --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", CASES["chats"], ids=str)
+@pytest.mark.parametrize("case", CASES["chats"])
 def test_reference_text_and_ids(case):
     args = arguments(case)
     extra = args["chat_template_kwargs"]
@@ -125,6 +125,11 @@ def test_a_missing_template_says_what_to_do(source):
 def test_a_broken_template_fails_at_construction(source):
     with pytest.raises(TokenizerError, match="does not compile"):
         ChatTemplate(source)
+
+
+def test_a_syntax_error_names_its_line():
+    with pytest.raises(TokenizerError, match="line 2: "):
+        ChatTemplate("a\n{% if %}")
 
 
 @pytest.mark.parametrize(

@@ -96,6 +96,10 @@ def test_text_after_a_hit_is_dropped():
     assert run(["b"], ["abc", "d"]) == (["a", "", ""], "b")
 
 
+def test_of_stop_strings_that_end_together_the_longest_wins():
+    assert run(["b", "ab"], ["xa", "b"]) == (["x", "", ""], "ab")
+
+
 def test_include_stop_string():
     assert run(["fox"], ["a f", "oxy"], include_stop_str_in_output=True) == (["a ", "fox", ""], "fox")
 

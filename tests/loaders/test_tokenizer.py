@@ -131,6 +131,16 @@ def test_unicode_control_token_keeps_its_characters():
     assert tok.decode(tok.encode("<\uff5cé\uff5c>", special=False)) == "<\uff5cé\uff5c>"
 
 
+def test_added_token_spelled_in_the_byte_alphabet_is_still_text():
+    tok = Tokenizer.from_gguf(small_meta(extra=[("<é>", 3)]))  # é alone would be byte 0xE9
+    assert tok.token_bytes(256) == "<é>".encode()
+
+
+def test_bytes_that_are_not_utf8_become_replacement_characters(tok):
+    high = next(i for i in range(256) if tok.token_bytes(i) == b"\xf0")
+    assert tok.decode([40, high, 40]) == "I\ufffdI"
+
+
 def test_stop_ids_of_gguf_come_from_every_source():
     extra = [("<|a|>", 3), ("<|b|>", 3), ("<|c|>", 3), ("<|d|>", 3), ("<|im_end|>", 3), ("<|user|>", 3)]
     meta = small_meta(extra=extra, eos_token_id=256, eot_token_id=257, eom_token_id=258, eog_token_ids=[259])
@@ -218,8 +228,12 @@ def test_folder_whose_vocabulary_holds_its_added_tokens(folder):
     state = json.loads((folder / "tokenizer.json").read_text())
     for token in state["added_tokens"]:
         state["model"]["vocab"][token["content"]] = token["id"]
+    state["added_tokens"].append(state["added_tokens"][0] | {"id": 500, "content": "stop"})  # one word for the splits
+    state["model"]["vocab"]["stop"] = 500
     (folder / "tokenizer.json").write_text(json.dumps(state))
     tok = Tokenizer.from_folder(folder)
+    assert tok.encode("stop") == [500]
+    assert max(tok.encode("stop", special=False)) < 483
     assert tok.encode("<think>a") == [490, *tok.encode("a")]
     assert max(tok.encode("<think>a<|user|>", special=False)) < 483
 
