@@ -169,7 +169,8 @@ class Fields:
     def unsupported(self, name: str, allowed: Sequence[Any] = (), hint: str = "") -> None:
         """Raise 400 when the field asks for something this server does not do; None, false and [] ask for nothing."""
         value = self.raw(name)
-        if value in (None, False, [], {}, "") or value in allowed:
+        empty = value is None or value is False or value in ([], {}, "")
+        if empty or value in allowed:
             return
         raise self.error(name, f"is not supported{': ' if hint else ''}{hint}", "unsupported_parameter")
 

@@ -35,8 +35,6 @@ _IGNORED = frozenset(
         "safety_identifier",
         "verbosity",
         "parallel_tool_calls",
-        "stream_options",
-        "separate_reasoning",
     }
 )
 
@@ -206,7 +204,7 @@ class _Reply:
     def _logprobs(self, piece: Piece) -> dict[str, Any] | None:
         if self._plan.top_logprobs is None:
             return None
-        return chat_logprobs(self._served.tokenizer, piece.tokens, self._plan.top_logprobs)
+        return chat_logprobs(self._served.tokenizer, piece.tokens)
 
     def _usage(self) -> dict[str, Any]:
         return usage([len(self._plan.prompt.ids)], self._choices, self._plan.sampling.n, thoughts=True)

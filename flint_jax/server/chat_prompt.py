@@ -30,14 +30,8 @@ async def read_prompt(fields: Fields, served: ServedModel, default_kwargs: Mappi
     messages = _messages(fields)
     tools = read_tools(fields)
     documents = fields.array("documents")
-    kwargs = {**default_kwargs, **(fields.object("chat_template_kwargs") or {})}
-    effort = fields.string("reasoning_effort")
-    if effort is not None:
-        if effort not in EFFORTS:
-            raise fields.error("reasoning_effort", f"is {effort!r:.40}; need one of {', '.join(EFFORTS)}")
-        kwargs.setdefault("reasoning_effort", effort)
-        if effort == "none":
-            kwargs.setdefault("enable_thinking", False)
+    # the more particular wins: server's default, effort, the template's own arguments
+    kwargs = {**default_kwargs, **_effort(fields), **(fields.object("chat_template_kwargs") or {})}
     generation_prompt = fields.boolean("add_generation_prompt", True)
     fields.unsupported("continue_final_message")
     fields.unsupported("chat_template", hint="give --chat-template when you start the server")
@@ -64,6 +58,16 @@ async def read_prompt(fields: Fields, served: ServedModel, default_kwargs: Mappi
     if not prompt.ids:
         raise fields.error("messages", "give an empty prompt")
     return prompt
+
+
+def _effort(fields: Fields) -> dict[str, Any]:
+    """Template arguments for ``reasoning_effort``; "none" switches thinking off."""
+    effort = fields.string("reasoning_effort")
+    if effort is None:
+        return {}
+    if effort not in EFFORTS:
+        raise fields.error("reasoning_effort", f"is {effort!r:.40}; need one of {', '.join(EFFORTS)}")
+    return {"reasoning_effort": effort} | ({"enable_thinking": False} if effort == "none" else {})
 
 
 def _messages(fields: Fields) -> list[dict[str, Any]]:

@@ -206,7 +206,7 @@ class _Reply:
         logprobs = None
         if self._plan.logprobs is not None:
             shift = len(self._echo(piece.index))
-            logprobs = completion_logprobs(self._served.tokenizer, tokens, self._plan.logprobs, shift)
+            logprobs = completion_logprobs(self._served.tokenizer, tokens, top=self._plan.logprobs > 0, shift=shift)
         choice = {"index": piece.index, "text": text, "logprobs": logprobs, "finish_reason": piece.finish_reason}
         if piece.stop_reason is not None:
             choice["stop_reason"] = piece.stop_reason

@@ -248,10 +248,9 @@ def parse(argv: Sequence[str]) -> tuple[ModelSettings, ServerSettings, list[str]
     """(model, server, warnings) from a command line without the program's name. Raises FlagError."""
     argv = [re.sub(r"^--[^=]+", lambda m: m[0].replace("_", "-"), a) if a.startswith("--") else a for a in argv]
     for arg in argv:
-        name = arg.partition("=")[0].removeprefix("--no-")
-        name = name if name.startswith("-") else f"--{name}"
-        if name in REFUSED:
-            raise FlagError(f"{arg.partition('=')[0]} is not supported: {REFUSED[name]}")
+        name = arg.partition("=")[0]
+        if name in REFUSED or (name.startswith("--no-") and f"--{name.removeprefix('--no-')}" in REFUSED):
+            raise FlagError(f"{name} is not supported: {REFUSED[name.replace('--no-', '--')]}")
     parser = make_parser()
     args, rest = parser.parse_known_args(argv)
     if rest:

@@ -13,10 +13,14 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from flint_jax.server.errors import ApiError, ClientGone, to_api_error
+from flint_jax.server.errors import ApiError, ClientGone
 
 log = logging.getLogger("flint_jax.server")
 _serial = itertools.count()
+
+
+class EngineError(Exception):
+    """The engine could not finish a request, for instance because its logits were NaN."""
 
 
 class Job:
@@ -107,7 +111,8 @@ class Job:
         """The next events as (index, event), in order; [] means silence. All that has arrived comes at once, so a slow
         reader gets fewer and longer pieces.
 
-        Raises ApiError for a request that the engine failed, ClientGone when the client hung up.
+        Raises EngineError for a request that the engine failed, ClientGone when the client hung up, ApiError when the
+        server ends the job.
         """
         if self._tick_s and self._timer is None:
             self._start_timer()
@@ -136,17 +141,11 @@ class Job:
             if index not in self._open:
                 continue  # aborted by us
             if event.finish_reason in ("error", "abort"):
-                raise self._unwanted_end(event)
+                raise _unwanted_end(event)
             if event.finish_reason is not None:
                 del self._open[index]
             batch.append((index, event))
         return batch
-
-    def _unwanted_end(self, event: Any) -> ApiError:
-        if event.finish_reason == "abort":
-            return ApiError(503, "the request was stopped by the server", code="aborted")
-        error = RuntimeError(event.error or "unknown engine error")
-        return to_api_error(error, event.request_id)
 
     def _put(self, index: int, event: Any) -> None:
         """Any thread. The loop is woken once for however many events arrive before it runs."""
@@ -170,3 +169,9 @@ class Job:
             return
         self._silent = True
         self._wake.set()
+
+
+def _unwanted_end(event: Any) -> Exception:
+    if event.finish_reason == "abort":
+        return ApiError(503, "the request was stopped by the server", code="aborted")
+    return EngineError(f"{event.request_id}: {event.error or 'unknown error'}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -28,6 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (StartError, FlintError) as e:
         print(f"serve.py: error: {one_line(e)}", file=sys.stderr)
         return 2
+    _show_log(server.log_level)
     url = address(sock)
     print(f"Listening on {url}; it answers 503 until the model is loaded.", flush=True)
     return serve(
@@ -36,6 +38,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         load=lambda progress: load(model, progress),
         on_ready=lambda served: print(banner(served, model, server, url), flush=True),
     )
+
+
+def _show_log(level: str) -> None:
+    """Our own loggers to standard error; those of libraries keep their settings."""
+    log = logging.getLogger("flint_jax")
+    if not log.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(levelname)s:     %(message)s"))
+        log.addHandler(handler)
+    log.setLevel({"trace": logging.DEBUG}.get(level) or level.upper())
 
 
 def check_path(model: ModelSettings) -> None:
@@ -60,10 +72,11 @@ def load(settings: ModelSettings, progress: Callable[[str], None]) -> ServedMode
     from flint_jax import lm as loading
     from flint_jax import sampling
     from flint_jax.chat import ChatTemplate
+    from loaders.synthetic import embedded_checkpoint
 
     progress("loading weights")
     lm = loading.load(
-        settings.model,
+        settings.model or embedded_checkpoint(),
         dtype="bfloat16" if settings.dtype == "auto" else settings.dtype,
         numerics=settings.numerics,
         kernels=settings.kernels,
@@ -77,14 +90,16 @@ def load(settings: ModelSettings, progress: Callable[[str], None]) -> ServedMode
     generation = dict(lm.generation) if settings.use_generation_config else _NEUTRAL
     sampling.resolve(_silent(sampling.SamplingParams), generation)  # a bad generation config is refused now
     progress("sizing the KV cache")
+    bar = _CompileBar(progress)
     engine = lm.make_engine(
         max_model_len=settings.max_model_len,
         max_num_seqs=settings.max_num_seqs,
         max_num_batched_tokens=settings.max_num_batched_tokens,
         gpu_memory_utilization=settings.gpu_memory_utilization,
         seed=settings.seed,
-        progress=lambda step, done, total: progress(f"compiling {step}, {done} of {total}"),
+        progress=bar,
     )
+    bar.close()
     engine.start()
     return ServedModel(
         names=settings.served_names or (lm.name,),
@@ -97,6 +112,28 @@ def load(settings: ModelSettings, progress: Callable[[str], None]) -> ServedMode
         vocab_size=lm.config.vocab_size,
         max_num_seqs=engine.stats()["slots"],
     )
+
+
+class _CompileBar:
+    """Shows how far compiling is, on the terminal and in /health."""
+
+    def __init__(self, progress: Callable[[str], None]):
+        self._progress, self._bar = progress, None
+
+    def __call__(self, step: str, done: int, total: int) -> None:
+        from tqdm import tqdm
+
+        self._progress(f"compiling {step}, {done} of {total}")
+        self._bar = self._bar or tqdm(total=total, desc="compiling", unit="step")
+        self._bar.set_postfix_str(step, refresh=False)
+        self._bar.update(done - self._bar.n)
+        self._bar.refresh()
+
+    def close(self) -> None:
+        """Finish the bar."""
+        if self._bar:
+            self._bar.update(self._bar.total - self._bar.n)
+            self._bar.close()
 
 
 def _silent(params: Any) -> Any:
@@ -132,6 +169,8 @@ def entry() -> None:
     try:
         code = main()
         sys.stdout.flush()
+    except KeyboardInterrupt:  # before the server could take the signal itself
+        code = 130
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 0

@@ -25,8 +25,8 @@ def token_text(tokenizer: Any, token_id: int) -> str:
         return "bytes:" + "".join(f"\\x{b:02x}" for b in raw)
 
 
-def chat_logprobs(tokenizer: Any, tokens: Sequence[Token], top: int) -> dict[str, Any]:
-    """``logprobs`` of a chat choice: one entry a token, with its raw bytes and ``top`` alternatives."""
+def chat_logprobs(tokenizer: Any, tokens: Sequence[Token]) -> dict[str, Any]:
+    """``logprobs`` of a chat choice: one entry a token, with its raw bytes and its alternatives."""
 
     def entry(token_id: int, logprob: float) -> dict[str, Any]:
         return {
@@ -36,20 +36,18 @@ def chat_logprobs(tokenizer: Any, tokens: Sequence[Token], top: int) -> dict[str
         }
 
     return {
-        "content": [
-            entry(t.token_id, t.logprob) | {"top_logprobs": [entry(i, lp) for i, lp in t.top[:top]]} for t in tokens
-        ]
+        "content": [entry(t.token_id, t.logprob) | {"top_logprobs": [entry(i, lp) for i, lp in t.top]} for t in tokens]
     }
 
 
-def completion_logprobs(tokenizer: Any, tokens: Sequence[Token], top: int, shift: int) -> dict[str, list]:
+def completion_logprobs(tokenizer: Any, tokens: Sequence[Token], *, top: bool, shift: int) -> dict[str, list]:
     """``logprobs`` of a text completion: parallel lists. ``text_offset`` counts characters of the reply's text, whose
-    first ``shift`` ones are the echoed prompt. The chosen token is always among ``top_logprobs``.
+    first ``shift`` ones are the echoed prompt. top: whether alternatives were asked for. The chosen token is always among ``top_logprobs``.
     """
     alternatives = []
     for t in tokens:
         best: dict[str, float] = {}
-        for token_id, logprob in ((t.token_id, t.logprob), *t.top[:top]):
+        for token_id, logprob in ((t.token_id, t.logprob), *t.top):
             text = token_text(tokenizer, token_id)
             best[text] = max(floored(logprob), best.get(text, FLOOR))
         alternatives.append(best)

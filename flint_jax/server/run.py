@@ -94,7 +94,7 @@ def serve(
     on_ready: called on the event loop once requests are answered.
     """
     process = _Process(settings, load, on_ready)
-    code = asyncio.run(process.main(sock))
+    code = asyncio.run(process.main(sock), loop_factory=process.server.config.get_loop_factory())
     if process.loader.is_alive():  # it may be inside a compilation, which cannot be interrupted
         _leave_now(code)
     if process.state.served is not None:
@@ -106,7 +106,7 @@ class _Process:
     def __init__(self, settings: ServerSettings, load: Callable, on_ready: Callable):
         self.settings, self._load, self._on_ready = settings, load, on_ready
         self.state = ServerState(settings)
-        self._server = make_server(settings, self.state)
+        self.server = make_server(settings, self.state)
         self._code = 0
         self._interrupts = 0
 
@@ -116,7 +116,7 @@ class _Process:
             self._loop.add_signal_handler(number, self._on_signal, number)
         self.loader = threading.Thread(target=self._load_on_thread, name="load", daemon=True)
         self.loader.start()
-        await self._server.serve(sockets=[sock])
+        await self.server.serve(sockets=[sock])
         return self._code
 
     def _load_on_thread(self) -> None:
@@ -133,7 +133,7 @@ class _Process:
 
     def _loaded(self, served: ServedModel) -> None:
         self.state.served = served
-        if not self._server.should_exit:
+        if not self.server.should_exit:
             self.state.set_ready(served)
             self._on_ready(served)
 
@@ -146,18 +146,18 @@ class _Process:
             print(f"serve.py: error: loading failed: {type(error).__name__}: {one_line(error)}", file=sys.stderr)
             self._code = 1
         self.state.set_failed(error)
-        self._server.should_exit = True
+        self.server.should_exit = True
 
     def _on_signal(self, number: int) -> None:
         self._interrupts += number == signal.SIGINT
         if self._interrupts > 1:
             _leave_now(130)
-        if self._server.should_exit:
+        if self.server.should_exit:
             return
         running, seconds = len(self.state.jobs), self.settings.shutdown_timeout_s
         print(f"Stopping; {running} requests are running and get up to {seconds:g} s to finish.")
         self.state.set_stopping()
-        self._server.should_exit = True
+        self.server.should_exit = True
         self._loop.call_later(self.settings.shutdown_timeout_s, self.state.close_jobs)
 
 

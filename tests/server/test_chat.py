@@ -261,21 +261,15 @@ def test_start_state_comes_from_the_last_turn_of_the_prompt(prompt, opens):
     assert prompt_opens_thought(tokenizer(), tokenizer().encode(prompt)) is opens
 
 
-def test_effort_none_switches_thinking_off(server):
-    by_default = {"chat_template_kwargs": {"enable_thinking": True}}
-    server.chat(**by_default)
-    server.chat(reasoning_effort="none")
-    think = tokenizer().added_tokens["<think>"]
-    assert server.engine.submitted[0].prompt[-1] == think
-    assert server.engine.submitted[1].prompt[-1] != think
-
-
-def test_default_template_kwargs_can_be_overridden():
+def test_the_more_particular_thinking_switch_wins():
     with running(template_kwargs={"enable_thinking": True}) as server:
         server.chat()
+        server.chat(reasoning_effort="high")
+        server.chat(reasoning_effort="none")
         server.chat(chat_template_kwargs={"enable_thinking": False})
+        server.chat(reasoning_effort="none", chat_template_kwargs={"enable_thinking": True})
         think = tokenizer().added_tokens["<think>"]
-        assert [r.prompt[-1] == think for r in server.engine.submitted] == [True, False]
+        assert [r.prompt[-1] == think for r in server.engine.submitted] == [True, True, False, False, True]
 
 
 # -- messages ----------------------------------------------------------------------------------------------------------

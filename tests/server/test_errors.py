@@ -136,6 +136,7 @@ BAD = [
     (chat(documents="x"), "documents"),
     (chat(use_beam_search=True), "use_beam_search"),
     (chat(prompt_logprobs=1), "prompt_logprobs"),
+    (chat(prompt_logprobs=0), "prompt_logprobs"),
     (chat(ignore_eos="true"), "ignore_eos"),
     ((TEXT, {}), "prompt"),
     (text(prompt=None), "prompt"),
@@ -307,7 +308,8 @@ def test_an_engine_error_fails_only_its_request(server, path_body):
     script = server.engine.script
     with httpx.Client(base_url=server.url) as http:
         server.says("abc", fail_after=1)
-        check(http.post(path, json=body), 500)
+        response = http.post(path, json=body)
+        assert response.headers["x-request-id"] in check(response, 500)["message"]
         server.engine.script = script
         check_alive(server)
 

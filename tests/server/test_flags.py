@@ -44,6 +44,10 @@ def test_lengths(text, length):
     assert parse(["--max-model-len", text])[0].max_model_len == length
 
 
+def test_a_value_may_be_spelled_like_a_flag_that_we_lack():
+    assert parse(["task", "--served-model-name", "device"])[0].model == "task"
+
+
 @pytest.mark.parametrize("name", sorted(REFUSED))
 @pytest.mark.parametrize("form", [["{}", "1"], ["{}=1"], ["--no-{}"]])
 def test_known_flags_that_we_lack_say_why(name, form):

@@ -1,0 +1,178 @@
+"""``python serve.py`` as users start it, on the embedded model and the golden checkpoints, with openai's client."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import httpx
+import numpy as np
+import openai
+import pytest
+
+from loaders import load_tokenizer
+
+ROOT = Path(__file__).parents[2]
+GOLDENS = ROOT / "tests" / "goldens"
+SMALL = ["--port", "0", "--max-num-seqs", "2", "--max-model-len", "256", "--max-num-batched-tokens", "64"]
+EXACT = ["--dtype", "float32", "--numerics", "transformers"]
+HELLO = [{"role": "user", "content": "Hello, wörld 🦜"}]
+START_S = 400  # most of it compiles; seconds on an idle machine
+
+pytestmark = pytest.mark.slow
+
+
+class ServePy:
+    """A running ``python serve.py``."""
+
+    def __init__(self, folder: Path, *argv: str):
+        # tests treat the environment's warnings as they please, the server gets a plain one
+        self.log = (folder / "serve.log").open("w+")
+        self.process = subprocess.Popen(
+            [sys.executable, "serve.py", *argv, *SMALL],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=self.log,
+            text=True,
+            env=os.environ | {"FLINT_API_KEY": ""},
+        )
+        killer = threading.Timer(START_S, self.process.kill)
+        killer.start()
+        self.printed = self.process.stdout.readline()
+        self.url = re.search(r"http://[\d.]+:\d+", self.printed)[0]
+        self.early = httpx.get(f"{self.url}/health")  # the port answers at once, the model comes later
+        for line in self.process.stdout:
+            self.printed += line
+            if line.startswith("Try: "):
+                break
+        else:
+            self.log.seek(0)
+            pytest.fail(f"serve.py ended early: {self.printed}\n{self.log.read()[-3000:]}")
+        killer.cancel()
+        self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=120)
+        self.model = self.client.models.list().data[0].id
+
+    def stop(self) -> tuple[int, str]:
+        """(exit code, what it printed to standard error)"""
+        self.client.close()
+        self.process.send_signal(signal.SIGTERM)
+        self.process.communicate(timeout=30)
+        self.log.seek(0)
+        with self.log:
+            return self.process.returncode, self.log.read()
+
+    def complete(self, prompt, **fields):
+        """A greedy completion through the official client."""
+        return self.client.completions.create(model=self.model, prompt=prompt, temperature=0, **fields)
+
+
+def check_clients(server: ServePy) -> None:
+    """Chat, streamed chat and completions, the same text each way."""
+    client, greedy = server.client, {"model": server.model, "temperature": 0, "max_tokens": 24}
+    whole = client.chat.completions.create(messages=HELLO, **greedy, extra_body={"ignore_eos": True})
+    message = whole.choices[0].message
+    text = (message.model_extra.get("reasoning") or "") + (message.content or "")
+    assert text
+    assert whole.choices[0].finish_reason == "length"
+    assert whole.usage.completion_tokens == 24
+    streamed = ""
+    options = {"include_usage": True}
+    extra = {"ignore_eos": True}
+    for chunk in client.chat.completions.create(
+        messages=HELLO, **greedy, stream=True, stream_options=options, extra_body=extra
+    ):
+        if chunk.choices:
+            delta = chunk.choices[0].delta
+            streamed += (delta.model_extra.get("reasoning") or "") + (delta.content or "")
+    assert streamed == text
+    assert chunk.usage.model_dump() == whole.usage.model_dump()
+    plain = server.complete("Once upon", max_tokens=12, extra_body={"ignore_eos": True})
+    assert plain.usage.completion_tokens == 12
+    parts = server.complete("Once upon", max_tokens=12, stream=True, extra_body={"ignore_eos": True})
+    assert "".join(c.choices[0].text for c in parts) == plain.choices[0].text
+    if len(plain.choices[0].text) > 3:
+        stop = plain.choices[0].text[2:4]
+        cut = server.complete("Once upon", max_tokens=12, stop=stop, extra_body={"ignore_eos": True}).choices[0]
+        assert cut.finish_reason == "stop"
+        assert cut.text == plain.choices[0].text[: plain.choices[0].text.index(stop)]
+    drawn = {"max_tokens": 8, "temperature": 1.0, "extra_body": {"ignore_eos": True}}
+    choices = client.completions.create(model=server.model, prompt=["a", "b"], n=2, seed=3, **drawn).choices
+    again = client.completions.create(model=server.model, prompt=["a", "b"], n=2, seed=3, **drawn).choices
+    assert [c.text for c in choices] == [c.text for c in again]
+    with pytest.raises(openai.BadRequestError) as caught:
+        server.complete([1] * 256)
+    assert caught.value.code == "context_length_exceeded"
+
+
+def check_goldens(server: ServePy, name: str, tokenizer) -> None:
+    """Greedy tokens and their log-probabilities are those of transformers, alone and in a batch."""
+    arrays = np.load(GOLDENS / f"{name}.npz")
+    fields = {"max_tokens": 32, "logprobs": 1, "extra_body": {"ignore_eos": True, "skip_special_tokens": False}}
+    prompts = [arrays[f"{case}.input_ids"].tolist() for case in ("greedy_a", "greedy_b")]
+    expected = [arrays[f"{case}.tokens"].tolist() for case in ("greedy_a", "greedy_b")]
+    alone = [server.complete(p, **fields).choices[0] for p in prompts]
+    batch = server.complete(prompts, **fields).choices
+    for choices in (alone, batch):
+        for choice, tokens in zip(choices, expected, strict=True):
+            assert choice.text == tokenizer.decode(tokens)
+            assert choice.finish_reason == "length"
+    np.testing.assert_allclose(alone[0].logprobs.token_logprobs, arrays["greedy_a.logprob"], atol=1e-4)
+
+
+def check_hang_ups(server: ServePy) -> None:
+    """Clients that hang up leave no request behind."""
+    for n in range(5):
+        body = {"messages": HELLO, "stream": bool(n % 2), "ignore_eos": True}
+        patience = httpx.Timeout(5, read=0.03 * n + 0.01)
+        with contextlib.suppress(httpx.TimeoutException):
+            httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=patience)
+    for _ in range(200):
+        stats = httpx.get(f"{server.url}/health").json()["engine"]
+        if not stats["running"] and not stats["waiting"]:
+            break
+    assert stats["running"] == stats["waiting"] == 0
+    assert stats["free_slots"] == 2
+    assert stats["free_pages"] == stats["pages"]
+
+
+def test_embedded_model(tmp_path):
+    server = ServePy(tmp_path)
+    assert server.early.status_code == 503
+    assert server.early.json()["status"] == "loading"
+    for words in ("Ready: ", "embedded", "GiB", f"{server.url}/v1", "curl"):
+        assert words in server.printed
+    check_clients(server)
+    check_hang_ups(server)
+    # the line that the banner offers works as it is
+    command = server.printed.strip().splitlines()[-1].removeprefix("Try: ").strip()
+    body = json.loads(command.partition(" -d ")[2].strip("'"))
+    assert httpx.post(f"{server.url}/v1/chat/completions", json=body | {"max_tokens": 4}, timeout=60).is_success
+    code, printed = server.stop()
+    assert code == 0
+    assert "Traceback" not in printed
+
+
+def check_golden_server(folder: Path, name: str, path: Path) -> None:
+    server = ServePy(folder, "--model", str(path), "--served-model-name", "my-flint", *EXACT)
+    assert server.model == "my-flint"
+    check_clients(server)
+    check_goldens(server, name, load_tokenizer(path))
+    code, printed = server.stop()
+    assert code == 0
+    assert "Traceback" not in printed
+
+
+def test_golden_folder(tmp_path):
+    check_golden_server(tmp_path, "T2", GOLDENS / "T2")
+
+
+def test_golden_gguf_alone(tmp_path):
+    """A GGUF needs no other file: here there is nothing beside it."""
+    lonely = tmp_path / "model.gguf"
+    lonely.symlink_to(GOLDENS / "T2-nvfp4" / "T2-nvfp4.gguf")
+    check_golden_server(tmp_path, "T2-nvfp4", lonely)
