@@ -211,7 +211,7 @@ def test_all_problems_at_once():
 
 def test_read_json(tmp_path):
     path = tmp_path / "config.json"
-    for content in (b"", b"{", b"[]", b"\xff", b"[" * 100000, b" " * (1 << 23)):
+    for content in (b"", b"{", b"[]", b"\xff", b"[" * 100000, b"{}" + b" " * (1 << 23)):
         path.write_bytes(content)
         with pytest.raises(ConfigError, match=r"config\.json"):
             read_json(path)

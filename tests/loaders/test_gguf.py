@@ -50,6 +50,7 @@ def test_agrees_with_gguf_py_on_the_golden():
     for key, value in fields.items():
         mine = ours.metadata[key]
         assert (mine.tolist() if isinstance(mine, np.ndarray) else mine) == value, key
+    assert ours.metadata["flint.attention.rope_pattern"].dtype == bool
     assert list(ours.tensors) == [t.name for t in theirs.tensors]
     for tensor in theirs.tensors:
         mine = ours.tensors[tensor.name]
