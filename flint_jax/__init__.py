@@ -1,11 +1,31 @@
-"""Flint in JAX: load a checkpoint, read, score and generate. See README.md and the docstrings of ``load``."""
+"""Flint in JAX: load a checkpoint, read, score and generate. Start with ``load`` and its docstring.
 
-from flint_jax.config import FlintConfig
-from flint_jax.errors import CheckpointError, ConfigError, FlintError, RequestError, TokenizerError
-from flint_jax.lm import Generation, LanguageModel, load
-from flint_jax.sampling import SamplingParams
+Names are imported when first used, so that light parts (configuration, errors, the HTTP layer) do not import jax.
+"""
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from flint_jax.config import FlintConfig
+    from flint_jax.errors import CheckpointError, ConfigError, FlintError, RequestError, TokenizerError
+    from flint_jax.lm import Generation, LanguageModel, load
+    from flint_jax.sampling import SamplingParams
 
 __version__ = "0.1.0"
+
+_HOME = {
+    "CheckpointError": "errors",
+    "ConfigError": "errors",
+    "FlintConfig": "config",
+    "FlintError": "errors",
+    "Generation": "lm",
+    "LanguageModel": "lm",
+    "RequestError": "errors",
+    "SamplingParams": "sampling",
+    "TokenizerError": "errors",
+    "load": "lm",
+}
 
 __all__ = [
     "CheckpointError",
@@ -19,3 +39,9 @@ __all__ = [
     "TokenizerError",
     "load",
 ]
+
+
+def __getattr__(name: str):
+    if name in _HOME:
+        return getattr(importlib.import_module(f"flint_jax.{_HOME[name]}"), name)
+    raise AttributeError(f"module 'flint_jax' has no attribute {name!r}")

@@ -127,7 +127,9 @@ class Engine:
             if name in self._jobs:
                 raise RequestError(f"request id {name!r} is in use; choose another", param="request_id")
             stops = frozenset(params.stop_set(self.eos_ids))
-            seed = params.seed if params.seed is not None else int(self._seeds.spawn(1)[0].generate_state(1, np.uint64)[0])
+            seed = (
+                params.seed if params.seed is not None else int(self._seeds.spawn(1)[0].generate_state(1, np.uint64)[0])
+            )
             job = _Job(Request(name, prompt, limit), params, stops, seed, on_event)
             self._jobs[name] = job
             self._inbox.append(("submit", job))
@@ -274,7 +276,9 @@ class Engine:
         request = job.request
         if token < 0:
             message = "the model's logits held NaN or no token could be drawn"
-            self._finish(job, Event(request.id, finish_reason="error", error=message, prompt_tokens=len(request.prompt)))
+            self._finish(
+                job, Event(request.id, finish_reason="error", error=message, prompt_tokens=len(request.prompt))
+            )
             return
         self.generated_tokens += 1
         request.output.append(token)

@@ -8,7 +8,7 @@ import os
 import jax
 import jax.numpy as jnp
 
-from flint_jax.cache import PAGE, page_bytes, slot_bytes, table_width
+from flint_jax.cache import PAGE, page_bytes, slot_bytes
 from flint_jax.config import FlintConfig
 from flint_jax.errors import ConfigError
 from flint_jax.numerics import Numerics
@@ -80,7 +80,7 @@ def plan(
             "Lower --max-num-seqs or --max-num-batched-tokens, or raise --gpu-memory-utilization."
         )
     longest = min(max_model_len, pages * PAGE)
-    batches = tuple(b for b in BATCHES if b < slots) + (slots,)
+    batches = (*(b for b in BATCHES if b < slots), slots)
     sizes = Sizes(slots, int(pages), longest, batches, _chunks(chunk))
     return MemoryPlan(sizes, free, workspace, page, slot)
 

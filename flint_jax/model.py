@@ -131,9 +131,7 @@ def rotate(x: Float[Array, "B T N H"], table: Float[Array, "B T H"], numerics: N
 
     # transformers rounds the table, both products and the sum.
     cos, sin = once(cos), once(sin)
-    return numerics.round(
-        jnp.concatenate([once(a * cos) - once(b * sin), once(b * cos) + once(a * sin)], axis=-1)
-    )
+    return numerics.round(jnp.concatenate([once(a * cos) - once(b * sin), once(b * cos) + once(a * sin)], axis=-1))
 
 
 class MLP(nnx.Module):
@@ -206,7 +204,7 @@ class MoE(nnx.Module):
 
 
 class Block(nnx.Module):
-    """Pre-norm block. Takes the residual and the last branch's output apart, so that their sum is normalised unrounded."""
+    """Pre-norm block. Residual and last branch come apart, so that their sum can be normalised unrounded."""
 
     def __init__(self, config: FlintConfig, numerics: Numerics, weights: dict[str, nnx.Param], rope: RopeTable, i: int):
         self.numerics = numerics
@@ -255,9 +253,7 @@ class Flint(nnx.Module):
         table = rope_table(max_positions or config.max_position_embeddings, config.head_dim, config.rope_theta)
         self.rope = RopeTable(jnp.asarray(table))
         self.embed = Stacked(params["embed"])
-        self.blocks = nnx.List(
-            [Block(config, numerics, params, self.rope, i) for i in range(config.num_hidden_layers)]
-        )
+        self.blocks = nnx.List([Block(config, numerics, params, self.rope, i) for i in range(config.num_hidden_layers)])
         self.norm = RMSNorm(params["final_norm"], None, numerics, config.rms_norm_eps)
         self.head = Linear(params["head"])
 

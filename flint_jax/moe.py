@@ -115,4 +115,3 @@ def _blocked(x, ids, gate_up, down, numerics) -> Float[Array, "M A D"]:
     y = jax.lax.map(one, (padded.reshape(count, block, -1), block_expert)).reshape(count * block, -1)
     unsorted = jnp.zeros((pairs,), jnp.int32).at[order].set(place)
     return y[unsorted].reshape(tokens, active, -1)
-

@@ -1,4 +1,4 @@
-"""The compiled steps: prefill a chunk of one slot, decode one token of many slots. The only place that jits and donates.
+"""The compiled steps: prefill a chunk of one slot, decode one token of many slots. Where we jit and donate.
 
 Everything a request needs from step to step lives on the device in ``State``, which every step takes donated and gives
 back: KV cache, last token, position, sampling state, whether the slot still runs. A step never raises and never waits
@@ -7,7 +7,10 @@ for the host; a slot that reached its end on the device becomes inert, so the ho
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
+import functools
+import os
 import time
 from collections.abc import Callable, Sequence
 
@@ -95,9 +98,7 @@ def _decode(weights, state: State, tables, slots, *, merge):
     live = known & state.active[safe]
     start = state.position[safe]
     tokens = jnp.maximum(state.token[safe], 0)
-    kv = CachedAttention(
-        model.config, model.numerics, state.cache, tables, slots, start, live.astype(jnp.int32), 1
-    )
+    kv = CachedAttention(model.config, model.numerics, state.cache, tables, slots, start, live.astype(jnp.int32), 1)
     logits = model.logits(model.hidden(tokens[:, None], kv)[:, 0])
     rows = state.sampling.gather(safe)
     token = sampling.sample(logits, rows, start + 1)
@@ -155,7 +156,7 @@ class Steps:
         self._decode = jax.jit(_bind(_decode, merge), donate_argnums=1)
         self._admit = jax.jit(_admit, donate_argnums=0)
         self._release = jax.jit(_release, donate_argnums=0)
-        self._logprobs = jax.jit(sampling.logprobs, static_argnums=2)
+        self._logprobs = jax.jit(functools.partial(sampling.logprobs, k=sampling.MAX_LOGPROBS))
         self._compiled: dict[tuple, Callable] = {}
 
     def lower_decode(self, batch: int) -> jax.stages.Lowered:
@@ -166,27 +167,32 @@ class Steps:
         """The prefill step of one bucket."""
         zero = jnp.zeros((), jnp.int32)
         tokens = jnp.zeros((chunk,), jnp.int32)
-        return self._prefill.lower(
-            self.weights, self.state, self.tables, tokens, zero, zero, zero, jnp.zeros((), bool)
-        )
+        return self._prefill.lower(self.weights, self.state, self.tables, tokens, zero, zero, zero, jnp.zeros((), bool))
 
     def compile(self, progress: Callable[[str, int, int], None] | None = None) -> float:
-        """Compile every bucket; seconds taken. ``progress(what, done, total)`` hears of each."""
+        """Compile everything ahead; seconds taken. ``progress(what, done, total)`` hears of each program."""
         begin = time.monotonic()
-        jobs = [("decode", b) for b in self.sizes.batches] + [("prefill", c) for c in self.sizes.chunks]
-        for done, (kind, size) in enumerate(jobs):
-            if progress is not None:
-                progress(f"{kind} {size}", done, len(jobs))
-            lower = self.lower_decode if kind == "decode" else self.lower_prefill
-            self._compiled[kind, size] = lower(size).compile()
         row = sampling.slot_row(sampling.SamplingParams(temperature=0.0), (0,), self.config.vocab_size, (), 0)
-        self.admit(0, row, 0)
-        self.release(0)
-        for batch in {1, *self.sizes.batches}:
-            self.logprobs(jnp.zeros((batch, self.config.vocab_size), jnp.float32), jnp.zeros((batch,), jnp.int32))
-        if progress is not None:
-            progress("ready", len(jobs), len(jobs))
+        slot = jax.ShapeDtypeStruct((), jnp.int32)
+        lower = {
+            **{("prefill", c): functools.partial(self.lower_prefill, c) for c in self.sizes.chunks},
+            **{("decode", b): functools.partial(self.lower_decode, b) for b in self.sizes.batches},
+            **{("logprobs", b): functools.partial(self._lower_logprobs, b) for b in {1, *self.sizes.batches}},
+            ("admit", 0): lambda: self._admit.lower(self.state, slot, row, slot),
+            ("release", 0): lambda: self._release.lower(self.state, slot),
+        }
+        # XLA compiles outside Python's lock: two at a time keep two cores busy.
+        with concurrent.futures.ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
+            jobs = {pool.submit(lambda job=job: job().compile()): key for key, job in lower.items()}
+            for done, job in enumerate(concurrent.futures.as_completed(jobs), start=1):
+                self._compiled[jobs[job]] = job.result()
+                if progress is not None:
+                    progress(" ".join(map(str, jobs[job])), done, len(jobs))
         return time.monotonic() - begin
+
+    def _lower_logprobs(self, batch: int) -> jax.stages.Lowered:
+        logits = jax.ShapeDtypeStruct((batch, self.config.vocab_size), jnp.float32)
+        return self._logprobs.lower(logits, jax.ShapeDtypeStruct((batch,), jnp.int32))
 
     def set_tables(self, tables: np.ndarray) -> None:
         """Replace the block tables (host int32 [slots, width])."""
@@ -194,11 +200,13 @@ class Steps:
 
     def admit(self, slot: int, row: SlotRow, limit: int) -> None:
         """Give a slot to a request; it goes live with the final prefill chunk."""
-        self.state = self._admit(self.state, np.int32(slot), row, np.int32(limit))
+        run = self._compiled.get(("admit", 0), self._admit)
+        self.state = run(self.state, np.int32(slot), row, np.int32(limit))
 
     def release(self, slot: int) -> None:
         """Make a slot inert (abort)."""
-        self.state = self._release(self.state, np.int32(slot))
+        run = self._compiled.get(("release", 0), self._release)
+        self.state = run(self.state, np.int32(slot))
 
     def prefill(
         self, tokens: Sequence[int], slot: int, start: int, final: bool
@@ -231,7 +239,8 @@ class Steps:
 
     def logprobs(self, logits: Float[Array, "B V"], tokens: Int[Array, " B"]) -> tuple[Array, Array, Array, Array]:
         """Log-probabilities of drawn tokens and the best alternatives (see sampling.logprobs)."""
-        return self._logprobs(logits, tokens, sampling.MAX_LOGPROBS)
+        run = self._compiled.get(("logprobs", tokens.shape[0]), self._logprobs)
+        return run(logits, tokens)
 
 
 def _bind(function, merge):

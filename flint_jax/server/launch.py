@@ -143,8 +143,13 @@ def _silent(params: Any) -> Any:
 def banner(served: ServedModel, model: ModelSettings, server: ServerSettings, url: str) -> str:
     """What the user reads when the server is ready."""
     engine = served.engine
-    lines = [f"Ready: {served.names[0]}" + ("" if model.model else " (tiny embedded model; its answers are nonsense)")]
-    lines += ["Device memory:", engine.memory.table()] if hasattr(engine, "memory") else []
+    source = model.model or "the tiny embedded checkpoint, whose answers are nonsense"
+    dtype = "bfloat16" if model.dtype == "auto" else model.dtype
+    lines = [
+        f"Ready: {served.names[0]}, {engine.config.num_parameters:,} parameters in {dtype}, from {source}",
+        "Device memory:",
+        engine.memory.table(),
+    ]
     defaults = ", ".join(f"{k} {v}" for k, v in _sampling_defaults(served).items())
     key = ' -H "Authorization: Bearer $KEY"' if server.api_keys else ""
     body = '{"messages": [{"role": "user", "content": "Hello"}]}'

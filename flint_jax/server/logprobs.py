@@ -42,7 +42,8 @@ def chat_logprobs(tokenizer: Any, tokens: Sequence[Token]) -> dict[str, Any]:
 
 def completion_logprobs(tokenizer: Any, tokens: Sequence[Token], *, top: bool, shift: int) -> dict[str, list]:
     """``logprobs`` of a text completion: parallel lists. ``text_offset`` counts characters of the reply's text, whose
-    first ``shift`` ones are the echoed prompt. top: whether alternatives were asked for. The chosen token is always among ``top_logprobs``.
+    first ``shift`` ones are the echoed prompt. top: whether alternatives were asked for; the chosen token is always
+    among them.
     """
     alternatives = []
     for t in tokens:

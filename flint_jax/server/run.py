@@ -66,20 +66,21 @@ class _Uvicorn(uvicorn.Server):
 
 def make_server(settings: ServerSettings, state: ServerState) -> uvicorn.Server:
     """The HTTP server for ``state``; run it with ``serve(sockets=[...])``."""
-    return _Uvicorn(
-        uvicorn.Config(
-            create_app(state),
-            http="h11",
-            ws="none",
-            lifespan="on",
-            log_level=settings.log_level,
-            access_log=settings.access_log,
-            server_header=False,
-            root_path=settings.root_path,
-            timeout_keep_alive=_IDLE_CONNECTION_S,
-            timeout_graceful_shutdown=int(settings.shutdown_timeout_s + _LAST_WORDS_S) + 1,
-        )
+    config = uvicorn.Config(
+        create_app(state),
+        http="h11",
+        ws="none",
+        lifespan="on",
+        log_level=settings.log_level,
+        access_log=settings.access_log,
+        server_header=False,
+        root_path=settings.root_path,
+        timeout_keep_alive=_IDLE_CONNECTION_S,
+        timeout_graceful_shutdown=int(settings.shutdown_timeout_s + _LAST_WORDS_S) + 1,
     )
+    if settings.log_level == "info":  # its news of starting and stopping repeat what we print
+        logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
+    return _Uvicorn(config)
 
 
 def serve(

@@ -141,9 +141,7 @@ def attend(
     return out.astype(q.dtype).transpose(0, 3, 1, 2, 4).reshape(batch, length, heads, width)
 
 
-def visible(
-    q_positions: Int[Array, "B T"], k_positions: Int[Array, "B S"], window: int | None
-) -> Bool[Array, "B T S"]:
+def visible(q_positions: Int[Array, "B T"], k_positions: Int[Array, "B S"], window: int | None) -> Bool[Array, "B T S"]:
     """Causal, and within ``window`` keys counting the query's own."""
     distance = q_positions[:, :, None] - k_positions[:, None, :]
     return distance >= 0 if window is None else (distance >= 0) & (distance < window)

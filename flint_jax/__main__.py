@@ -1,0 +1,171 @@
+"""``python -m flint_jax``: info, generate, chat, bench, synthetic."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+from collections.abc import Sequence
+
+from flint_jax.errors import FlintError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; exit code 0, or 2 with one line on standard error for anything the user can mend."""
+    args = _parser().parse_args(argv)
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    try:
+        return args.run(args)
+    except FlintError as error:
+        print(f"flint_jax {args.command}: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m flint_jax", description="Flint in JAX, from the command line.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    info = commands.add_parser("info", help="what a checkpoint holds, without reading its weights")
+    _model_flags(info, load=False)
+    info.set_defaults(run=_info)
+
+    generate = commands.add_parser("generate", help="continue a text")
+    _model_flags(generate)
+    generate.add_argument("prompt", help="text to continue; - reads standard input")
+    _sampling_flags(generate)
+    generate.add_argument("--json", action="store_true", help="print token ids and the finish reason too, as JSON")
+    generate.set_defaults(run=_generate)
+
+    chat = commands.add_parser("chat", help="talk to the model in the terminal")
+    _model_flags(chat)
+    _sampling_flags(chat)
+    chat.add_argument("--system", help="system message")
+    chat.set_defaults(run=_chat)
+
+    bench = commands.add_parser("bench", help="time decoding or loading on this device", add_help=False)
+    bench.add_argument("rest", nargs=argparse.REMAINDER)
+    bench.set_defaults(run=_bench)
+
+    synthetic = commands.add_parser("synthetic", help="write a random checkpoint", add_help=False)
+    synthetic.add_argument("rest", nargs=argparse.REMAINDER)
+    synthetic.set_defaults(run=_synthetic)
+    return parser
+
+
+def _model_flags(parser: argparse.ArgumentParser, load: bool = True) -> None:
+    parser.add_argument("--model", help="folder, .gguf file or hub id (default: the embedded model)")
+    parser.add_argument("--config", help="folder whose config.json wins over the checkpoint's own")
+    parser.add_argument("--tokenizer", help="folder whose tokenizer wins over the checkpoint's own")
+    if load:
+        parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
+        parser.add_argument("--numerics", default="serving", choices=("serving", "transformers"))
+        parser.add_argument("--kernels", default="auto", choices=("auto", "xla", "pallas"))
+
+
+def _sampling_flags(parser: argparse.ArgumentParser) -> None:
+    for name in ("temperature", "top-p", "min-p", "repetition-penalty"):
+        parser.add_argument(f"--{name}", type=float, help="default: the checkpoint's own")
+    parser.add_argument("--top-k", type=int, help="default: the checkpoint's own")
+    parser.add_argument("--max-tokens", type=int, default=256)
+    parser.add_argument("--seed", type=int)
+    parser.add_argument("--stop", action="append", default=[], help="stop string; may be given several times")
+
+
+def _path(args: argparse.Namespace) -> str:
+    if args.model is not None:
+        return args.model
+    from loaders.synthetic import embedded_checkpoint
+
+    return str(embedded_checkpoint())
+
+
+def _load(args: argparse.Namespace):
+    from flint_jax.lm import load
+
+    return load(
+        _path(args),
+        dtype=args.dtype,
+        numerics=args.numerics,
+        kernels=args.kernels,
+        config=args.config,
+        tokenizer=args.tokenizer,
+    )
+
+
+def _params(args: argparse.Namespace):
+    from flint_jax.sampling import SamplingParams
+
+    return SamplingParams(
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        min_p=args.min_p,
+        repetition_penalty=args.repetition_penalty,
+        max_tokens=args.max_tokens,
+        seed=args.seed,
+        stop=tuple(args.stop),
+    )
+
+
+def _info(args: argparse.Namespace) -> int:
+    from loaders import open_checkpoint
+
+    ckpt = open_checkpoint(_path(args), config=args.config, tokenizer=args.tokenizer)
+    c = ckpt.config
+    print(f"{ckpt.name}: {ckpt.format}, {ckpt.weight_format} weights, {ckpt.nbytes / 1e9:.2f} GB")
+    print(f"{c.num_parameters / 1e9:.3f} B parameters, context {c.max_position_embeddings:,} tokens")
+    print(
+        f"{c.num_hidden_layers} layers ({len(c.full_layers)} full, {len(c.sliding_layers)} with a window of "
+        f"{c.sliding_window}; {len(c.moe_layers)} with {c.num_experts} experts, {c.num_experts_per_tok} active)"
+    )
+    print(f"tokenizer: {'yes' if ckpt.tokenizer else 'none'}; chat template: {'yes' if ckpt.chat_template else 'none'}")
+    print(f"sampling defaults: {json.dumps(ckpt.generation)}")
+    return 0
+
+
+def _generate(args: argparse.Namespace) -> int:
+    prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
+    params = _params(args)
+    result = _load(args).generate(prompt, params)
+    if args.json:
+        print(json.dumps({"text": result.text, "token_ids": result.token_ids, "finish_reason": result.finish_reason}))
+    else:
+        print(result.text)
+    return 0
+
+
+def _chat(args: argparse.Namespace) -> int:
+    params = _params(args)
+    lm = _load(args)
+    messages = [{"role": "system", "content": args.system}] if args.system else []
+    print("Type a message; an empty line or end of input leaves.", file=sys.stderr)
+    while True:
+        try:
+            line = input("> ")
+        except EOFError:
+            line = ""
+        if not line.strip():
+            return 0
+        messages.append({"role": "user", "content": line})
+        reply = lm.generate(messages, params).text
+        print(reply)
+        messages.append({"role": "assistant", "content": reply})
+
+
+def _bench(args: argparse.Namespace) -> int:
+    from flint_jax import bench
+
+    return bench.main(args.rest)
+
+
+def _synthetic(args: argparse.Namespace) -> int:
+    from loaders import synthetic
+
+    return synthetic.main(args.rest) or 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,216 @@
+"""``python -m flint_jax bench``: what decoding and loading cost on this device, against the memory's floor."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import json
+import statistics
+import time
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from flint_jax.cache import PAGE, table_width
+from flint_jax.model import Flint
+from flint_jax.numerics import Numerics
+from flint_jax.roofline import step_bytes
+from flint_jax.step import Sizes, Steps
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one bench; tables for people, JSON on the last line."""
+    parser = argparse.ArgumentParser(prog="python -m flint_jax bench", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="BENCH")
+    decode = commands.add_parser("decode", help="ms a token at given contexts and batches, random weights")
+    decode.add_argument("--context", default="1024", help="tokens already in the cache, comma-separated")
+    decode.add_argument("--batch", default="1", help="requests in the step, comma-separated")
+    decode.add_argument("--format", default="nvfp4", help="nvfp4, bf16 or both, comma-separated")
+    decode.add_argument("--preset", default="full", help="full: Flint's shapes; tiny: for a look at the output")
+    decode.add_argument("--layers", type=int, help="fewer layers")
+    decode.add_argument("--kernels", default="auto", choices=("auto", "xla", "pallas"))
+    decode.add_argument("--steps", type=int, default=64, help="timed steps")
+    decode.add_argument("--sampling", default="default", choices=("default", "greedy"))
+    decode.set_defaults(run=_decode)
+    load = commands.add_parser("load", help="load a checkpoint, then generate 64 tokens")
+    load.add_argument("model")
+    load.add_argument("--tokens", type=int, default=64)
+    load.add_argument("--kernels", default="auto", choices=("auto", "xla", "pallas"))
+    load.set_defaults(run=_load)
+    args = parser.parse_args(argv)
+    print(_header())
+    rows = args.run(args)
+    print(json.dumps({**_facts(), "bench": args.command, "rows": rows}))
+    return 0
+
+
+def _facts() -> dict:
+    device = jax.devices()[0]
+    return {
+        "device": device.device_kind,
+        "jax": jax.__version__,
+        "date": datetime.date.today().isoformat(),  # noqa: DTZ011 - a day for a table
+    }
+
+
+def _header() -> str:
+    return "{device}, jax {jax}, {date}".format(**_facts())
+
+
+def copy_rate(nbytes: int = 1 << 31) -> float:
+    """Bytes per second of a device copy, read plus written: the ceiling of this run."""
+    if jax.default_backend() == "cpu":
+        nbytes = 1 << 27
+    x = jnp.ones((nbytes // 4,), jnp.float32)
+    copy = jax.jit(lambda a: a + 1.0)
+    copy(x).block_until_ready()
+    times = []
+    for _ in range(5):
+        begin = time.perf_counter()
+        copy(x).block_until_ready()
+        times.append(time.perf_counter() - begin)
+    return 2 * nbytes / statistics.median(times)
+
+
+# -- decode ----------------------------------------------------------------------------------------------------------
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
+def _decode(args: argparse.Namespace) -> list[dict]:
+    from flint_jax.random_weights import random_weights
+    from loaders.synthetic import preset, spread
+
+    contexts, batches = _numbers(args.context), _numbers(args.batch)
+    rate = copy_rate()
+    print(f"copy {rate / 1e12:.2f} TB/s")
+    print(
+        f"{'format':<7}{'batch':>6}{'context':>9}{'ms/step':>9}{'tok/s':>9}{'floor ms':>10}{'share':>7}{'host ms':>9}"
+    )
+    config = preset(args.preset, args.layers)
+    rows = []
+    for weight_format in args.format.split(","):
+        numerics = Numerics("serving", "bfloat16")
+        weights = random_weights(config, numerics, weight_format=weight_format, spread=spread)
+        jax.block_until_ready(weights)
+        longest = max(contexts) + 2 * args.steps + 64
+        model = Flint(config, weights, numerics, max_positions=min(config.max_position_embeddings, longest))
+        del weights
+        for batch in batches:
+            for context in contexts:
+                row = _decode_row(args, model, batch, context, weight_format, rate)
+                rows.append(row)
+                print(
+                    f"{weight_format:<7}{batch:>6}{context:>9}{row['ms']:>9.3f}{row['tokens_per_s']:>9.0f}"
+                    f"{row['floor_ms']:>10.3f}{row['share']:>7.0%}{row['host_ms']:>9.3f}",
+                    flush=True,
+                )
+    return rows
+
+
+def _decode_row(args, model: Flint, batch: int, context: int, weight_format: str, rate: float) -> dict:
+    from flint_jax import sampling
+
+    # Room for warm-up and timed steps; the state starts as if ``context`` tokens had been prefilled.
+    tokens = context + args.steps + 24
+    pages = -(-tokens // PAGE)
+    steps = Steps(model, Sizes(batch, batch * pages, tokens, (batch,), (16,)))
+    table = np.zeros((batch, table_width(tokens)), np.int32)
+    table[:, :pages] = np.random.default_rng(0).permutation(batch * pages).reshape(batch, pages)
+    steps.set_tables(table)
+    greedy = args.sampling == "greedy"
+    params = sampling.SamplingParams(temperature=0.0 if greedy else 1.0, top_p=0.95, top_k=20, ignore_eos=True)
+    for slot in range(batch):
+        steps.admit(slot, sampling.slot_row(params.replace(seed=slot), (1,), model.config.vocab_size, (), 0), tokens)
+
+    def noise(leaf, key):
+        return jax.jit(
+            lambda a: jax.random.normal(key, a.shape[1:], a.dtype)[None] + jnp.zeros_like(a), donate_argnums=0
+        )(leaf)
+
+    cache = steps.state.cache
+    keys = jax.random.split(jax.random.key(1), 4)
+    leaves, structure = jax.tree.flatten(cache)
+    steps.state = None
+    cache = jax.tree.unflatten(structure, [noise(leaf, key) for leaf, key in zip(leaves, keys, strict=True)])
+    fresh = jnp.full((batch,), context, jnp.int32)
+    state = _last_state(steps, cache, fresh, model, batch)
+    steps.state = state
+    begin = time.perf_counter()
+    steps._compiled["decode", batch] = steps.lower_decode(batch).compile()
+    compile_s = time.perf_counter() - begin
+    slots = list(range(batch))
+    late = None
+    for _ in range(16):
+        late, _ = steps.decode(slots)
+    jax.block_until_ready(late)
+    times, host = [], []
+    previous = late
+    last = time.perf_counter()
+    for _ in range(args.steps):
+        begin = time.perf_counter()
+        current, _ = steps.decode(slots)
+        current.copy_to_host_async()
+        host.append(time.perf_counter() - begin)
+        np.asarray(previous)  # one step late, as the engine reads
+        previous = current
+        now = time.perf_counter()
+        times.append(now - last)
+        last = now
+    drawn = np.asarray(previous)
+    ms = 1e3 * statistics.median(times)
+    floor = 1e3 * step_bytes(model.config, batch=batch, context=context, weight_format=weight_format).total / rate
+    return {
+        "format": weight_format,
+        "batch": batch,
+        "context": context,
+        "ms": ms,
+        "tokens_per_s": batch * 1e3 / ms,
+        "floor_ms": floor,
+        "share": floor / ms,
+        "host_ms": 1e3 * statistics.median(host),
+        "compile_s": compile_s,
+        "sane": bool((drawn >= 0).all()),
+    }
+
+
+def _last_state(steps: Steps, cache, positions, model: Flint, batch: int):
+    from flint_jax import sampling
+    from flint_jax.step import State
+
+    empty = State(
+        cache=cache,
+        sampling=sampling.SlotSampling.empty(batch, model.config.vocab_size),
+        token=jnp.arange(batch, dtype=jnp.int32),
+        position=positions,
+        limit=jnp.full((batch,), 2**30, jnp.int32),
+        active=jnp.ones((batch,), bool),
+    )
+    return dataclasses.replace(empty)
+
+
+# -- load ------------------------------------------------------------------------------------------------------------
+
+
+def _load(args: argparse.Namespace) -> list[dict]:
+    from flint_jax import SamplingParams, load
+
+    begin = time.perf_counter()
+    lm = load(args.model, kernels=args.kernels)
+    loaded = time.perf_counter() - begin
+    engine = lm.make_engine(max_num_seqs=1, max_model_len=2048, max_num_batched_tokens=256)
+    lm._engine = engine
+    print(f"load {loaded:.1f} s; compile {engine.compile_seconds:.1f} s")
+    prompt = list(range(100, 120))
+    params = SamplingParams(temperature=0.0, max_tokens=args.tokens, ignore_eos=True)
+    lm.generate(prompt, params.replace(max_tokens=4))
+    begin = time.perf_counter()
+    out = lm.generate(prompt, params)
+    ms = 1e3 * (time.perf_counter() - begin) / len(out.token_ids)
+    print(f"{len(out.token_ids)} tokens, {ms:.2f} ms a token")
+    return [{"load_s": loaded, "compile_s": engine.compile_seconds, "ms_per_token": ms, "tokens": len(out.token_ids)}]

@@ -1,0 +1,82 @@
+"""What the compiled decode step promises: donated in place, no copy of the cache, one compilation for all lengths."""
+
+import math
+import re
+
+import jax
+import jax.monitoring
+import numpy as np
+import pytest
+
+from flint_jax import sampling
+from flint_jax.cache import PAGE
+from tests.model import golden
+
+
+@pytest.fixture(scope="module")
+def steps():
+    made = golden.steps("T1", slots=2, pages=24, chunks=(16,), batches=(2,), max_context=512, numerics="serving")
+    made.compile()
+    return made
+
+
+def cache_leaves(state):
+    return jax.tree.leaves(state.cache)
+
+
+def test_no_compilation_after_compile(steps):
+    compiled = []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda name, *_, **__: compiled.append(name) if "backend_compile" in name else None
+    )
+    row = sampling.slot_row(sampling.SamplingParams(temperature=0.0), (1, 2), 320, (), 0)
+    tables = np.arange(steps.tables.size, dtype=np.int32).reshape(steps.tables.shape) % 24
+    for length in (1, 5, 16, 17, 40):
+        steps.set_tables(tables.copy())
+        steps.admit(0, row, 400)
+        for start in range(0, length, 16):
+            ids = np.arange(start, min(start + 16, length)) % 320
+            steps.prefill(ids, 0, start, start + 16 >= length)
+        for _ in range(3):
+            tokens, logits = steps.decode([0])
+            steps.logprobs(logits, tokens)
+        steps.release(0)
+    np.asarray(tokens)
+    assert compiled == []
+    # The listener works: something new does compile.
+    jax.jit(lambda x: x * 3 + 17)(np.float32(1.5))
+    assert compiled
+
+
+def test_state_is_donated(steps):
+    before = jax.tree.leaves(steps.state)
+    steps.decode([0])
+    assert all(leaf.is_deleted() for leaf in before)
+
+
+@pytest.mark.parametrize("kind", ["decode", "prefill"])
+def test_cache_is_updated_in_place(steps, kind):
+    compiled = steps._compiled[kind, 2 if kind == "decode" else 16]
+    cache = sum(leaf.nbytes for leaf in cache_leaves(steps.state))
+    memory = compiled.memory_analysis()
+    assert memory.alias_size_in_bytes >= cache
+    shapes = {",".join(map(str, leaf.shape)) for leaf in cache_leaves(steps.state)}
+    copies = re.findall(r"= \w+\[([\d,]+)\][^ ]* copy\(", compiled.as_text())
+    assert not shapes & set(copies)
+    # And none in disguise: all temporaries together are smaller than the smallest cache leaf would be twice over.
+    pages = math.prod(steps.state.cache.k_pages.shape) * 2
+    assert memory.temp_size_in_bytes < cache or pages < 2**20
+
+
+def test_sizes_and_ring():
+    from flint_jax.cache import page_bytes, ring_size, slot_bytes, table_width
+
+    assert ring_size(513) == 576
+    assert ring_size(9) == 128
+    assert table_width(262144) == 4096
+    config = golden.language_model("T1").config
+    state = golden.steps("T1", slots=2, pages=5).state
+    itemsize = state.cache.k_pages.dtype.itemsize
+    assert state.cache.k_pages.nbytes + state.cache.v_pages.nbytes == 5 * page_bytes(config, itemsize)
+    assert state.cache.k_ring.nbytes + state.cache.v_ring.nbytes == 2 * slot_bytes(config, itemsize)
+    assert state.cache.k_pages.shape[3] == PAGE
