@@ -148,8 +148,10 @@ class Float:
     def __gt__(self, other):
         return arith.cmpf(arith.CmpFPredicate.OGT, self.raw, as_float(other).raw)
 
-    def maximum(self, other) -> Float:
-        return Float(ptx("max.f32 $0, $1, $2;", self, as_float(other), results=_f32()))
+    def maximum(self, other, nan: bool = False) -> Float:
+        """The larger one; of a number and a NaN the number, or the NaN when ``nan``."""
+        kind = "max.NaN.f32" if nan else "max.f32"
+        return Float(ptx(f"{kind} $0, $1, $2;", self, as_float(other), results=_f32()))
 
     def bits(self) -> Int:
         return Int(arith.bitcast(_i32(), self.raw))
@@ -191,11 +193,23 @@ def as_float(value) -> Float:
 # -- kernels -------------------------------------------------------------------------------------------------------
 
 
-def kernel(program: Callable, *, name: str, out: Sequence, shared: Sequence[int], grid: int, warps: int) -> Callable:
+def kernel(
+    program: Callable,
+    *,
+    name: str,
+    out: Sequence,
+    shared: Sequence[int],
+    grid: int,
+    warps: int,
+    in_place: int = 0,
+    cluster: int = 1,
+) -> Callable:
     """A jitted function (inputs...) -> list of ``out`` that runs ``program`` in ``grid`` blocks of ``warps`` warps.
 
     program(*addresses): the inputs' and outputs' starts in global memory, then those of the ``shared`` areas, whose
-    sizes are given in bytes. warps: a multiple of 4.
+    sizes are given in bytes. warps: a multiple of 4. in_place: so many of the last inputs are written by the program
+    and returned after ``out``; XLA copies them first unless nothing else needs the old values. cluster: so many
+    consecutive blocks run at the same time and can write each other's shared memory; divides ``grid``.
     """
 
     def body(*refs):
@@ -208,20 +222,28 @@ def kernel(program: Callable, *, name: str, out: Sequence, shared: Sequence[int]
         program(*wide, *near)
 
     body.__name__ = name
-    return jax.jit(
-        plgpu.kernel(
-            body,
-            out_type=list(out),
-            scratch_types=[plgpu.SMEM((-(-nbytes // 4),), jnp.int32) for nbytes in shared],
-            grid=(grid,),
-            grid_names=("block",),
-            num_threads=warps // 4,
-            thread_name="warpgroup",
-            compiler_params=plgpu.CompilerParams(
-                lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
-            ),
-        )
+    call = plgpu.kernel(
+        body,
+        out_type=list(out),
+        scratch_types=[plgpu.SMEM((-(-nbytes // 4),), jnp.int32) for nbytes in shared],
+        grid=(grid // cluster,),
+        grid_names=("block",),
+        **({"cluster": (cluster,), "cluster_names": ("rank",)} if cluster > 1 else {}),
+        num_threads=warps // 4,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(
+            lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
+        ),
     )
+    if not in_place:
+        return jax.jit(call)
+
+    def run(*inputs):
+        refs = [jax.new_ref(x) for x in inputs[-in_place:]]
+        results = call(*inputs[:-in_place], *refs)
+        return [*results, *(jax.freeze(ref) for ref in refs)]
+
+    return jax.jit(run)
 
 
 def index_operand(*indices) -> jax.Array:
@@ -283,7 +305,9 @@ def negate(a):
 
 
 def select(predicate, yes, no):
-    """Int or Float by predicate."""
+    """Int, Float or (two of the same memory) Address by predicate."""
+    if isinstance(yes, Address):
+        return Address(arith.select(predicate, yes.raw, no.raw), yes.shared)
     if isinstance(yes, Float) or isinstance(no, Float):
         return Float(arith.select(predicate, as_float(yes).raw, as_float(no).raw))
     return Int(arith.select(predicate, as_int(yes).raw, as_int(no).raw))
@@ -343,6 +367,53 @@ def store_bf16(at: Address, value: Float) -> None:
     """One rounded bfloat16."""
     space = "st.shared" if at.shared else "st.global"
     ptx(f"{{\n.reg .b16 h;\ncvt.rn.bf16.f32 h, $1;\n{space}.b16 [$0], h;\n}}", at, value)
+
+
+def copy16(destination: Address, source: Address, present) -> None:
+    """Each lane starts a copy of 16 bytes, global -> shared; zeros where its predicate ``present`` is false."""
+    size = select(present, 16, 0)
+    ptx("cp.async.cg.shared.global.L2::256B [$0], [$1], 16, $2;", destination, source, size)
+
+
+def copies_commit() -> None:
+    """Close a group: the lane's copies since the last one."""
+    ptx("cp.async.commit_group;")
+
+
+def copies_wait(pending: int) -> None:
+    """Wait until only the lane's newest ``pending`` groups may be incomplete; other lanes see them after a barrier."""
+    ptx(f"cp.async.wait_group {pending};")
+
+
+def load_matrices(at: Address, transposed: bool = False) -> list[Int]:
+    """Four 8 x 8 matrices of 16-bit values from shared memory; lane 8 i + r points at row r of matrix i.
+
+    Word i of lane (g, q) is row g, columns 2q and 2q + 1 of matrix i (of its transpose).
+    """
+    kind = ".trans" if transposed else ""
+    text = f"ldmatrix.sync.aligned.m8n8.x4{kind}.shared.b16 {{$0,$1,$2,$3}}, [$4];"
+    return [Int(raw) for raw in ptx(text, at, results=[_i32()] * 4, volatile=True, convergent=True)]
+
+
+# -- clusters of blocks ----------------------------------------------------------------------------------------------
+
+
+def cluster_barrier() -> None:
+    """All threads of the cluster; memory written before, also another block's shared memory, is visible after."""
+    ptx("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;", convergent=True)
+
+
+def store_remote(at: Address, rank: Int, *words: Int) -> None:
+    """1, 2 or 4 words into the shared memory of block ``rank`` of the cluster, at the place ``at`` has in this one."""
+    kind = "" if len(words) == 1 else f".v{len(words)}"
+    inputs = ",".join(f"${i + 2}" for i in range(len(words)))
+    ptx(
+        f"{{\n.reg .b32 far;\nmapa.shared::cluster.u32 far, $0, $1;\n"
+        f"st.shared::cluster{kind}.b32 [far], {{{inputs}}};\n}}",
+        at,
+        as_int(rank),
+        *words,
+    )
 
 
 # -- numbers -------------------------------------------------------------------------------------------------------
@@ -422,11 +493,25 @@ def shuffle_xor(x: Float, distance: int) -> Float:
     return Float(utils.shfl_bfly(x.raw, distance))
 
 
+def shuffle_xor_int(x: Int, distance: int) -> Int:
+    return Int(utils.shfl_bfly(x.raw, distance))
+
+
 def sum_lanes(x: Float, distances: Sequence[int]) -> Float:
     """Butterfly sum over lanes that differ in these bits; every lane gets the (same) total."""
     for distance in distances:
         x = x + shuffle_xor(x, distance)
     return x
+
+
+def transpose_pairs(x: Int) -> Int:
+    """An 8 x 8 matrix of 16-bit values, row g in the lanes (g, q) as pairs of columns -> its transpose, same order."""
+    return Int(ptx("movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", x, results=_i32(), convergent=True))
+
+
+def warp_total(x: Int) -> Int:
+    """Unsigned sum over the warp."""
+    return Int(ptx("redux.sync.add.u32 $0, $1, 0xffffffff;", x, results=_i32(), volatile=True, convergent=True))
 
 
 def warp_maximum(x: Int) -> Int:

@@ -6,7 +6,8 @@ meaning: an ``Int`` holds one value per thread, ``when`` masks, ``mma`` multipli
 - every address lies inside its buffer and is aligned to the access;
 - barriers, shuffles and products are reached by all the threads that take part;
 - a word of shared memory is never read by another thread before a barrier that covers both;
-- a wait for a bulk copy waits for the phase that was requested.
+- a wait for a bulk copy waits for the phase that was requested;
+- what an asynchronous copy brings is NaN until the wait for its group.
 
 It cannot see speed, memory ordering between blocks, or what the assembler makes of the program.
 """
@@ -26,16 +27,21 @@ _SHARED = 1 << 15
 
 
 class _Machine:
-    """One block being executed."""
+    """One cluster of blocks being executed (mostly of one block), their shared memories one after the other."""
 
-    def __init__(self, buffers: Sequence[np.ndarray], shared: np.ndarray, threads: int, block: int):
-        self.buffers, self.shared, self.threads, self.block = buffers, shared, threads, block
-        self.mask = np.ones(threads, bool)
+    def __init__(self, buffers: Sequence[np.ndarray], shared: int, threads: int, first: int, cluster: int):
+        self.buffers, self.shared = buffers, np.full(shared * cluster, 0xFF, np.uint8)
+        self.threads, self.block_threads, self.shared_bytes = threads * cluster, threads, shared
+        self.rank = np.repeat(np.arange(cluster), threads)
+        self.block = first + self.rank
+        self.mask = np.ones(self.threads, bool)
         self.arrivals: dict[int, int] = {}
-        words = shared.size // 4
+        self.copies: list[list[tuple]] = [[]]  # groups of (lanes, places [lanes, 16], bytes), the open one last
+        words = self.shared.size // 4
         self.writer = np.full(words, -1)
-        self.written_block, self.written_warp = np.zeros(words, int), np.zeros(words, int)
-        self.block_epoch, self.warp_epoch = 0, np.zeros(threads // 32, int)
+        self.written_cluster, self.written_block = np.zeros(words, int), np.zeros(words, int)
+        self.written_warp = np.zeros(words, int)
+        self.cluster_epoch, self.block_epoch, self.warp_epoch = 0, 0, np.zeros(self.threads // 32, int)
 
     def _locate(self, addresses: np.ndarray, nbytes: int):
         """Yield (buffer, lanes, offsets) for the active lanes."""
@@ -67,16 +73,26 @@ class _Machine:
             places = offsets[:, None] + np.arange(nbytes)
             buffer[places] = data[lanes]
             if buffer is self.shared:
-                words = places[:, ::4] // 4
-                self.writer[words] = lanes[:, None]
-                self.written_block[words] = self.block_epoch
-                self.written_warp[words] = self.warp_epoch[lanes // 32][:, None]
+                self._mark(lanes, places[:, ::4] // 4)
+
+    def _mark(self, lanes: np.ndarray, words: np.ndarray) -> None:
+        self.writer[words] = lanes[:, None]
+        self.written_cluster[words] = self.cluster_epoch
+        self.written_block[words] = self.block_epoch
+        self.written_warp[words] = self.warp_epoch[lanes // 32][:, None]
+
+    def finish_copies(self, groups: Sequence[list[tuple]]) -> None:
+        for lanes, places, data in (copy for group in groups for copy in group):
+            self.shared[places] = data
+            self._mark(lanes, places[:, ::4] // 4)
 
     def _check_race(self, lanes: np.ndarray, words: np.ndarray) -> None:
         writer = self.writer[words]
-        other = (writer >= 0) & (writer != lanes[:, None]) & (self.written_block[words] == self.block_epoch)
+        other = (writer >= 0) & (writer != lanes[:, None]) & (self.written_cluster[words] == self.cluster_epoch)
+        same_block = writer // self.block_threads == lanes[:, None] // self.block_threads
         same_warp = writer // 32 == lanes[:, None] // 32
-        synced = same_warp & (self.written_warp[words] < self.warp_epoch[lanes // 32][:, None])
+        synced = same_block & (self.written_block[words] < self.block_epoch)
+        synced |= same_warp & (self.written_warp[words] < self.warp_epoch[lanes // 32][:, None])
         if (other & ~synced).any():
             raise AssertionError("shared memory read before a barrier after its writing by another thread")
 
@@ -192,8 +208,8 @@ class Float:
     def __gt__(self, other):
         return self.raw > as_float(other).raw
 
-    def maximum(self, other):
-        return self._with(np.fmax, other)
+    def maximum(self, other, nan: bool = False):
+        return self._with(np.maximum if nan else np.fmax, other)
 
     def bits(self):
         return Int(self.raw.view(np.uint32))
@@ -220,31 +236,33 @@ def as_float(value):
     return value if isinstance(value, Float) else Float(value)
 
 
-def kernel(program, *, name: str, out, shared, grid: int, warps: int):
+def kernel(program, *, name: str, out, shared, grid: int, warps: int, in_place: int = 0, cluster: int = 1):
     """``emit.kernel`` on numpy arrays."""
 
     def run(*inputs):
         global _machine
-        arrays = [np.ascontiguousarray(x) for x in inputs] + [np.zeros(o.shape, o.dtype) for o in out]
+        kept = len(inputs) - in_place
+        arrays = [np.ascontiguousarray(x) if i < kept else np.array(x) for i, x in enumerate(inputs)]
+        arrays += [np.zeros(o.shape, o.dtype) for o in out]
         buffers = [a.reshape(-1).view(np.uint8) for a in arrays]
         for buffer in buffers[len(inputs) :]:
             buffer[:] = 0xFF  # NaN in every float type: what a kernel forgets to write shows
         starts = np.cumsum([0, *(-(-size // 16) * 16 for size in shared)])
-        for block in range(grid):
-            area = np.full(int(starts[-1]), 0xFF, np.uint8)
-            _machine = _Machine(buffers, area, warps * 32, block)
+        for block in range(0, grid, cluster):
+            _machine = _Machine(buffers, int(starts[-1]), warps * 32, block, cluster)
             wide = [Address(_full((i + 1) << _SPACE, np.int64), False) for i in range(len(buffers))]
-            near = [Address(_full((_SHARED << _SPACE) + int(start), np.int64), True) for start in starts[:-1]]
+            mine = (_SHARED << _SPACE) + _machine.rank * _machine.shared_bytes
+            near = [Address(mine + int(start), True) for start in starts[:-1]]
             program(*wide, *near)
         _machine = None
-        return arrays[len(inputs) :]
+        return arrays[len(inputs) :] + arrays[kept : len(inputs)]
 
     return run
 
 
 class Lane:
     def __init__(self):
-        self.thread = Int(np.arange(_now().threads))
+        self.thread = Int(np.arange(_now().threads) % _now().block_threads)
         self.warp = self.thread >> 5
         self.lane = self.thread & 31
         self.g = self.lane >> 2
@@ -277,6 +295,8 @@ def negate(a):
 
 
 def select(predicate, yes, no):
+    if isinstance(yes, Address):
+        return Address(np.where(predicate, yes.raw, no.raw), yes.shared)
     if isinstance(yes, Float) or isinstance(no, Float):
         return Float(np.where(predicate, as_float(yes).raw, as_float(no).raw))
     return Int(np.where(predicate, as_int(yes).raw, as_int(no).raw))
@@ -298,9 +318,23 @@ def loop(start, stop, step, carry, body):
 
 def barrier():
     machine = _now()
-    if not machine.mask.all():
+    reached = machine.mask.reshape(-1, machine.block_threads)
+    if (reached.any(1) != reached.all(1)).any():
         raise AssertionError("a block barrier reached by part of the block")
     machine.block_epoch += 1
+
+
+def cluster_barrier():
+    machine = _now()
+    if not machine.mask.all():
+        raise AssertionError("a cluster barrier reached by part of the cluster")
+    machine.cluster_epoch += 1
+
+
+def store_remote(at, rank, *words):
+    machine = _now()
+    there = at.raw + (as_int(rank).raw.astype(np.int64) - machine.rank) * machine.shared_bytes
+    store(Address(there, True), *words)
 
 
 def warp_barrier():
@@ -333,6 +367,48 @@ def _bf16_bits(x) -> np.ndarray:
 
 def store_bf16(at, value):
     _now().write(at.raw, np.ascontiguousarray(_bf16_bits(value)[:, None]).view(np.uint8))
+
+
+def copy16(destination, source, present):
+    machine = _now()
+    with when(present):
+        data = machine.read(source.raw, 16)
+    lanes = np.flatnonzero(machine.mask)
+    places = (destination.raw[lanes] & ((1 << _SPACE) - 1))[:, None] + np.arange(16)
+    if (places[:, 0] % 16).any() or (places >= machine.shared.size).any():
+        raise AssertionError(f"copies of 16 bytes to {places[:, 0]}")
+    machine.shared[places] = 0xFF
+    machine.copies[-1].append((lanes, places, data[lanes]))
+
+
+def copies_commit():
+    # One list of groups for all lanes: exact as long as the lanes close their groups together, as they do here.
+    if _now().mask.any():
+        _now().copies.append([])
+
+
+def copies_wait(pending: int):
+    machine = _now()
+    done = max(0, len(machine.copies) - 1 - pending)
+    if machine.mask.any():
+        machine.finish_copies(machine.copies[:done])
+        machine.copies = machine.copies[done:]
+
+
+def load_matrices(at, transposed: bool = False):
+    machine = _now()
+    machine.whole_warps("a matrix load")
+    rows = machine.read(at.raw, 16).view(np.uint16).reshape(-1, 4, 8, 8)  # warp, matrix, row, column
+    if transposed:
+        rows = rows.swapaxes(2, 3)
+    words = np.ascontiguousarray(rows).view(np.uint32)  # warp, matrix, g, q
+    return [Int(words[:, i].reshape(-1)) for i in range(4)]
+
+
+def transpose_pairs(x):
+    _now().whole_warps("a matrix transposition")
+    matrix = x.raw.reshape(-1, 8, 4).view(np.uint16).reshape(-1, 8, 8)
+    return Int(np.ascontiguousarray(matrix.swapaxes(1, 2)).view(np.uint32).reshape(-1))
 
 
 def fma(a, b, c):
@@ -403,13 +479,22 @@ def multiply_f16_pair(a, b):
 
 def shuffle_xor(x, distance: int):
     _now().whole_warps("a shuffle")
-    return Float(x.raw[np.arange(x.raw.size) ^ distance])
+    return type(x)(x.raw[np.arange(x.raw.size) ^ distance])
+
+
+def shuffle_xor_int(x, distance: int):
+    return shuffle_xor(x, distance)
 
 
 def sum_lanes(x, distances):
     for distance in distances:
         x = x + shuffle_xor(x, distance)
     return x
+
+
+def warp_total(x):
+    _now().whole_warps("a warp sum")
+    return Int(np.repeat(x.raw.reshape(-1, 32).sum(1, dtype=np.uint32), 32))
 
 
 def warp_maximum(x):

@@ -94,3 +94,87 @@ def test_a_product_is_the_matrix_product():
 
     out = run(program, operand_a, operand_b).reshape(16, 8)
     np.testing.assert_allclose(out, a.astype(np.float64) @ b.T.astype(np.float64), rtol=1e-6, atol=1e-6)
+
+
+def test_a_read_before_the_wait_for_a_copy_is_nan():
+    def program(wait):
+        def body(x, out, shared):
+            lane = emit.Lane()
+            emit.copy16(shared + lane.thread * 16, x + lane.thread * 16, lane.thread < 16)
+            emit.copies_commit()
+            if wait:
+                emit.copies_wait(0)
+            emit.store(out + lane.thread * 4, *emit.load(shared + lane.thread * 16))
+
+        return body
+
+    x = np.arange(512, dtype=np.float32)
+    expected = np.where(np.arange(128) < 16, x[::4], 0)
+    np.testing.assert_array_equal(run(program(True), x, shared=(2048,)), expected)
+    assert np.isnan(run(program(False), x, shared=(2048,))).all()
+
+
+def test_a_copy_needs_a_barrier_before_other_lanes_read_it():
+    def program(x, out, shared):
+        lane = emit.Lane()
+        emit.copy16(shared + lane.thread * 16, x + lane.thread * 16, lane.thread < 128)
+        emit.copies_commit()
+        emit.copies_wait(0)
+        emit.load(shared + (lane.thread ^ 1) * 16)
+
+    with pytest.raises(AssertionError, match="before a barrier"):
+        run(program, np.zeros(512, np.float32), shared=(2048,))
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_matrix_loads_and_transpositions(transposed):
+    matrices = np.arange(256, dtype=np.uint16).reshape(4, 8, 8)
+
+    def program(x, out, shared):
+        lane = emit.Lane()
+        emit.copy16(shared + lane.thread * 16, x + lane.lane * 16, lane.warp.equals(0))
+        emit.copies_commit()
+        emit.copies_wait(0)
+        emit.barrier()
+        with emit.when(lane.warp.equals(0)):
+            for i, word in enumerate(emit.load_matrices(shared + lane.lane * 16, transposed)):
+                emit.store(out + lane.lane * 4, emit.transpose_pairs(word) if i == 3 else word, offset=128 * i)
+
+    expected = matrices.swapaxes(1, 2).copy() if transposed else matrices.copy()
+    expected[3] = expected[3].T
+    out = run(program, matrices, shared=(2048,)).view(np.uint16).reshape(4, 8, 8)
+    np.testing.assert_array_equal(out, expected)
+
+
+@pytest.mark.parametrize("synchronise", [True, False])
+def test_shared_memory_of_a_cluster(synchronise):
+    """Each of four blocks sends its number to the next one; without the barrier that is a race."""
+
+    def program(out, shared):
+        lane, block = emit.Lane(), emit.block_index()
+        emit.store_remote(shared + lane.thread * 4, (block + 1) & 3, block)
+        if synchronise:
+            emit.cluster_barrier()
+        emit.store(out + (block * 128 + lane.thread) * 4, *emit.load(shared + lane.thread * 4))
+
+    def execute():
+        with emulate.active():
+            out = [jax.ShapeDtypeStruct((4, 128), jnp.int32)]
+            return emit.kernel(program, name="test", out=out, shared=[512], grid=4, warps=4, cluster=4)()[0]
+
+    if synchronise:
+        np.testing.assert_array_equal(execute()[:, 0], [3, 0, 1, 2])
+    else:
+        with pytest.raises(AssertionError, match="before a barrier"):
+            execute()
+
+
+def test_inputs_written_in_place_come_back_and_leave_the_callers_array_alone():
+    def program(x, out, shared):
+        emit.store(x + emit.Lane().thread * 4, emit.Int(7))
+
+    x = np.zeros(128, np.int32)
+    with emulate.active():
+        results = emit.kernel(program, name="test", out=OUT, shared=[4], grid=1, warps=4, in_place=1)(x)
+    assert (results[1] == 7).all()
+    assert not x.any()
