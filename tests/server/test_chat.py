@@ -312,6 +312,11 @@ def test_half_a_surrogate_pair_becomes_a_replacement_character(server):
     body = rb'{"messages":[{"role":"user","content":"a\ud83d"}]}'
     assert server.http.post("/v1/chat/completions", content=body).status_code == 200
     assert "a�" in tokenizer().decode(server.engine.submitted[0].prompt)
+    reply = server.http.post("/v1/completions", content=rb'{"prompt": "a\ud83d", "echo": true}')
+    assert reply.json()["choices"][0]["text"] == "a�abc"
+    assert (
+        server.http.post("/v1/completions", content=rb'{"prompt": "a", "\ud83d": 1, "n": "\ud83d"}').status_code == 400
+    )
 
 
 def test_long_prompts_are_encoded_off_the_loop_with_the_same_result(server):

@@ -1,6 +1,7 @@
 """From tokens to text on the wire: stop strings, partial characters, the same text streamed and whole."""
 
 import json
+import threading
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -8,6 +9,7 @@ from hypothesis import strategies as st
 
 from flint_jax.engine import Event
 from flint_jax.server.choices import Choice, TextOptions
+from tests.server.fake_engine import Script
 from tests.server.harness import sse_data, tokenizer, wait_until
 
 
@@ -42,11 +44,20 @@ def test_stop_strings_never_show(server, stop, text, matched, burst):
     assert both_modes(server, stop=stop) == (text, "stop", matched)
 
 
-def test_a_stop_string_frees_the_slot_at_once(server):
-    server.says("one two " * 20, token_s=0.002)
-    assert both_modes(server, stop="two") == ("one ", "stop", "two")
-    wait_until(server.engine.idle, 1)
-    assert server.engine.aborted == 2
+def test_a_stop_string_frees_the_slot_at_once_though_another_choice_goes_on(server):
+    gate = threading.Event()
+    two = tokenizer().encode("one two " * 20)
+    server.engine.script = lambda prompt, params: Script(two, token_s=0.002, gate=gate if params.seed else None)
+    done = []
+    body = {"prompt": "p", "stop": "two", "n": 2, "seed": 0}
+    thread = threading.Thread(target=lambda: done.append(server.post("/v1/completions", body).json()))
+    thread.start()
+    wait_until(lambda: server.engine.aborted == 1, 1)
+    assert not done
+    gate.set()
+    thread.join()
+    assert [c["text"] for c in done[0]["choices"]] == ["one ", "one "]
+    wait_until(lambda: server.engine.aborted == 2)
 
 
 def test_stop_string_can_be_kept(server):
@@ -72,6 +83,12 @@ def test_stop_string_inside_a_thought(server):
     choice = server.chat(stop=" b").json()["choices"][0]
     assert choice["message"]["reasoning"] == "a"
     assert choice["finish_reason"] == "stop"
+
+
+def test_a_stop_string_does_not_reach_across_a_tag(server):
+    server.says("<think>ab</think>cd")
+    message = server.chat(stop="bc").json()["choices"][0]["message"]
+    assert (message["reasoning"], message["content"]) == ("ab", "cd")
 
 
 def test_characters_split_over_tokens_come_whole(server):
