@@ -91,6 +91,20 @@ def dot_single(
     return emit.sum_lanes(low, (1, 2)), emit.sum_lanes(high, (1, 2))
 
 
+def dot_row(
+    lane: emit.Lane, weights: Sequence[Sequence[emit.Int]], x: emit.Address, *, nvfp4: bool
+) -> tuple[emit.Float, emit.Float]:
+    """One token, weights of either kind (loaded as ``single``): the sums for rows g and g + 8, in the lanes q = 0."""
+    if nvfp4:
+        return dot_single(lane, weights, x)
+    row = x + lane.q * 8  # every column of the product is the same token
+    sums = [[[emit.Float(0.0)] * 4] for _ in range(2)]
+    for b, words in enumerate(weights):
+        sums[b % 2] = dot_tokens(sums[b % 2], words, [row], b, nvfp4=False)
+    low, _, high, _ = [a + b for a, b in zip(sums[0][0], sums[1][0], strict=True)]
+    return low, high
+
+
 def weight_operands(weights: Sequence[emit.Int], *, nvfp4: bool) -> list[list[emit.Int]]:
     """A block's words -> the A operands of its 8 products (NVFP4: weight x 2^-14)."""
     if not nvfp4:
@@ -273,3 +287,49 @@ class Stage:
 
 def _pairs(values: Sequence[emit.Float]) -> list[emit.Int]:
     return [emit.to_bf16_pair(values[i], values[i + 1]) for i in range(0, len(values), 2)]
+
+
+def stage_slice(
+    lane: emit.Lane, source: emit.Address, shared: emit.Address, blocks: int, *, nvfp4: bool
+) -> emit.Float | None:
+    """One warp stages one token's ``blocks`` x 128 activations for itself alone; a warp barrier must follow.
+
+    Returns the factor that undoes their power of two, None for BF16 weights.
+    """
+    words = [word for b in range(blocks) for word in emit.load(source + lane.lane * 8, 2, offset=256 * b)]
+    inverse = None
+    if nvfp4:
+        factor, inverse = power_of_two(emit.warp_maximum(largest_magnitude(words)))
+        halves = [emit.bf16_pair(word) for word in words]
+        words = [emit.to_f16_pair(low * factor, high * factor) for low, high in halves]
+    for b in range(blocks):
+        emit.store(shared + lane.lane * 8, words[2 * b], words[2 * b + 1], offset=256 * b)
+    return inverse
+
+
+def multiply_slice(
+    lane: emit.Lane, columns: Columns, weights, stage: Stage, slice_start: emit.Address, target: emit.Address
+) -> None:
+    """A warp's part of a tile's sums for all staged tokens, float32 [16][columns.count], at ``target``.
+
+    weights: as loaded with ``single = columns.single``. slice_start: the warp's columns of the first token, staged as
+    the warp's own slice.
+    """
+    if columns.single:
+        (inverse,) = emit.load_float(stage.inverse_at(lane.warp, 0))
+        low, high = dot_single(lane, weights, slice_start)
+        with emit.when(lane.q.equals(0)):
+            emit.store_float(target + lane.g * 4, low * inverse)
+            emit.store_float(target + lane.g * 4, high * inverse, offset=32)
+        return
+    rows = token_rows(lane, slice_start, stage.row_bytes, stage.tokens)
+    total = [[emit.Float(0.0)] * 4 for _ in rows]
+    for b, words in enumerate(weights):
+        total = dot_tokens(total, words, rows, b, nvfp4=stage.nvfp4)
+    at = target + (lane.g * (columns.count * 4) + lane.q * 8)
+    for c, part in enumerate(total):
+        if stage.nvfp4:
+            inverse = emit.load_float(stage.inverse_at(lane.warp, lane.q * 2 + 8 * c), 2)
+            part = [value * inverse[i % 2] for i, value in enumerate(part)]
+        emit.store_float(at, part[0], part[1], offset=32 * c)
+        emit.store_float(at, part[2], part[3], offset=32 * c + 8 * columns.count * 4)

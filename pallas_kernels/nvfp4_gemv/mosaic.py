@@ -247,6 +247,8 @@ def split(spec: Spec):
         at = ops.words.index(layer * spec.tiles + tile, spec.blocks * warp.block_bytes(spec.nvfp4))
         at = at + lane.warp * (blocks * warp.block_bytes(spec.nvfp4))
         weights = warp.load_slice(lane, at, blocks, nvfp4=spec.nvfp4, single=columns.single)
+        # Requested now: at the end, where they are used, each would be a trip to memory of its own.
+        scales = [_global_scale(spec, ops, layer, s) for s in ((0, 1) if spec.paired else (_segment(spec, tile),))]
 
         scratch = small + spec.warps * slots * 4
         stage = _stage(spec, lane, ops, layer_of_norm, staged, small, scratch, common=False)
@@ -254,26 +256,9 @@ def split(spec: Spec):
 
         mine = sums + lane.warp * (ROWS * columns.count * 4)
         slice_start = staged + lane.warp * (blocks * 256)
-        if columns.single:
-            inverse = emit.load_float(stage.inverse_at(lane.warp, 0))[0]
-            low, high = warp.dot_single(lane, weights, slice_start)
-            with emit.when(lane.q.equals(0)):
-                emit.store_float(mine + lane.g * 4, low * inverse)
-                emit.store_float(mine + lane.g * 4, high * inverse, offset=32)
-        else:
-            rows = warp.token_rows(lane, slice_start, _row_bytes(spec), spec.tokens)
-            total = [[emit.Float(0.0)] * 4 for _ in rows]
-            for b, words in enumerate(weights):
-                total = warp.dot_tokens(total, words, rows, b, nvfp4=spec.nvfp4)
-            for c, part in enumerate(total):
-                if spec.nvfp4:
-                    inverse = emit.load_float(stage.inverse_at(lane.warp, lane.q * 2 + 8 * c), 2)
-                    part = [value * inverse[i % 2] for i, value in enumerate(part)]
-                target = mine + (lane.g * (columns.count * 4) + lane.q * 8)
-                emit.store_float(target, part[0], part[1], offset=32 * c)
-                emit.store_float(target, part[2], part[3], offset=32 * c + 8 * columns.count * 4)
+        warp.multiply_slice(lane, columns, weights, stage, slice_start, mine)
         emit.barrier()
-        _finish(spec, ops, lane, layer, tile, sums, columns)
+        _finish(spec, ops, lane, tile, sums, columns, scales)
 
     return emit.kernel(
         program,
@@ -285,7 +270,7 @@ def split(spec: Spec):
     )
 
 
-def _finish(spec: Spec, ops: _Operands, lane, layer: emit.Int, tile: emit.Int, sums: emit.Address, columns) -> None:
+def _finish(spec: Spec, ops: _Operands, lane, tile: emit.Int, sums: emit.Address, columns, scales) -> None:
     """Add the warps' sums in order, apply the global scale and the epilogue, store."""
     rows = 8 if spec.epilogue == "swiglu" else ROWS
     width = columns.count * 4
@@ -295,10 +280,6 @@ def _finish(spec: Spec, ops: _Operands, lane, layer: emit.Int, tile: emit.Int, s
         parts = [emit.load_float(at, offset=w * ROWS * width)[0] for w in range(spec.warps)]
         return sum(parts[1:], parts[0])
 
-    if spec.paired:
-        scales = [_global_scale(spec, ops, layer, s) for s in range(2)]
-    else:
-        scales = [_global_scale(spec, ops, layer, _segment(spec, tile))]
     count, threads = rows * spec.tokens, spec.warps * 32
     for start in range(0, count, threads):
         item = lane.thread + start
@@ -318,7 +299,7 @@ def _finish(spec: Spec, ops: _Operands, lane, layer: emit.Int, tile: emit.Int, s
             token = lane.thread
             best = total(emit.Int(0), token)
             for row in range(1, ROWS):
-                best = best.maximum(total(emit.Int(row), token))
+                best = best.maximum(total(emit.Int(row), token), nan=True)
             emit.store_float(ops.tile_max + (token * spec.tiles + tile) * 4, best * scales[0])
 
 
@@ -439,9 +420,9 @@ def _store_single(spec: Spec, ops: _Operands, lane, tile: emit.Int, sums, scale:
         at = ops.out + (tile * ROWS + lane.g) * 4
         emit.store_float(at, low)
         emit.store_float(at, high, offset=32)
-    best = low.maximum(high)
+    best = low.maximum(high, nan=True)
     for distance in (4, 8, 16):
-        best = best.maximum(emit.shuffle_xor(best, distance))
+        best = best.maximum(emit.shuffle_xor(best, distance), nan=True)
     with emit.when(lane.lane.equals(0)):
         emit.store_float(ops.tile_max + tile * 4, best)
 
@@ -455,9 +436,9 @@ def _store_tokens(
         values = [value * (scale * inverse[2 * c + i % 2]) for i, value in enumerate(total)]
         for i in range(2):
             token = lane.q * 2 + 8 * c + i
-            best = values[i].maximum(values[2 + i])
+            best = values[i].maximum(values[2 + i], nan=True)
             for distance in (4, 8, 16):
-                best = best.maximum(emit.shuffle_xor(best, distance))
+                best = best.maximum(emit.shuffle_xor(best, distance), nan=True)
             with emit.when(token < spec.tokens):
                 at = ops.out + (token * (spec.tiles * ROWS) + tile * ROWS + lane.g) * 4
                 emit.store_float(at, values[i])
