@@ -497,10 +497,6 @@ def shuffle_xor_int(x: Int, distance: int) -> Int:
     return Int(utils.shfl_bfly(x.raw, distance))
 
 
-def shuffle_xor_int(x: Int, distance: int) -> Int:
-    return Int(utils.shfl_bfly(x.raw, distance))
-
-
 def sum_lanes(x: Float, distances: Sequence[int]) -> Float:
     """Butterfly sum over lanes that differ in these bits; every lane gets the (same) total."""
     for distance in distances:
@@ -511,11 +507,6 @@ def sum_lanes(x: Float, distances: Sequence[int]) -> Float:
 def transpose_pairs(x: Int) -> Int:
     """An 8 x 8 matrix of 16-bit values, row g in the lanes (g, q) as pairs of columns -> its transpose, same order."""
     return Int(ptx("movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", x, results=_i32(), convergent=True))
-
-
-def warp_total(x: Int) -> Int:
-    """Unsigned sum over the warp."""
-    return Int(ptx("redux.sync.add.u32 $0, $1, 0xffffffff;", x, results=_i32(), volatile=True, convergent=True))
 
 
 def warp_total(x: Int) -> Int:

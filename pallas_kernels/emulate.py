@@ -486,19 +486,10 @@ def shuffle_xor_int(x, distance: int):
     return shuffle_xor(x, distance)
 
 
-def shuffle_xor_int(x, distance: int):
-    return shuffle_xor(x, distance)
-
-
 def sum_lanes(x, distances):
     for distance in distances:
         x = x + shuffle_xor(x, distance)
     return x
-
-
-def warp_total(x):
-    _now().whole_warps("a warp sum")
-    return Int(np.repeat(x.raw.reshape(-1, 32).sum(1, dtype=np.uint32), 32))
 
 
 def warp_total(x):
