@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-
 from starlette.requests import Request
 from starlette.responses import Response
 
+from flint_jax import __version__
 from flint_jax.server.errors import RETRY_AFTER_S
 from flint_jax.server.replies import JsonReply
 from flint_jax.server.state import READY, ServerState
@@ -25,12 +24,4 @@ async def health(request: Request) -> Response:
 
 async def version(request: Request) -> Response:
     """The version of this package."""
-    return JsonReply({"version": package_version()})
-
-
-def package_version() -> str:
-    """The installed version; "unknown" when run from a copy that is not installed."""
-    try:
-        return importlib.metadata.version("flint-jax")
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown"
+    return JsonReply({"version": __version__})

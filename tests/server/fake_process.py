@@ -42,7 +42,7 @@ class Process:
         self.url = self._news.recv()
 
     def wait_ready(self) -> None:
-        assert self._news.poll(10)
+        assert self._news.poll(60)
         assert self._news.recv() == "ready"
 
     def signal(self, number: int) -> None:

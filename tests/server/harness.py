@@ -119,7 +119,7 @@ def running(*, loaded: bool = True, template: str | None = PLAIN_TEMPLATE, gener
         server.stop()
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
+def wait_until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
     """Fail unless ``condition`` holds soon."""
     end = time.monotonic() + seconds
     while not condition():

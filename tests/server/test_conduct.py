@@ -7,6 +7,7 @@ import httpx
 import openai
 import pytest
 
+import flint_jax
 from flint_jax.server.app import ROUTES
 from tests.server.fake_engine import FakeEngine, Script
 from tests.server.harness import running, tokenizer, wait_until
@@ -45,7 +46,7 @@ def test_503_while_loading_then_200():
             error = is_error(response, 503, "model_loading")
             assert "3 of 9" in error["message"]
             assert int(response.headers["retry-after"]) > 0
-        assert server.http.get("/version").status_code == 200
+        assert server.http.get("/version").json() == {"version": flint_jax.__version__}
         server.state.set_ready(server.served)
         health = server.http.get("/health")
         assert (health.status_code, health.json()["status"]) == (200, "ready")

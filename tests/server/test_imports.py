@@ -7,12 +7,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 
-# flint_jax/__init__.py offers the library's names, so a bare package stands in for it here.
 PROBE = """
-import sys, types
-package = types.ModuleType("flint_jax")
-package.__path__ = ["flint_jax"]
-sys.modules["flint_jax"] = package
+import sys
 import flint_jax.server.launch
 print(sorted(m for m in ("jax", "jaxlib", "flax", "numpy") if m in sys.modules))
 """

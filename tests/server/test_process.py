@@ -57,11 +57,11 @@ def test_a_stream_that_takes_too_long_ends_with_an_error_event(process):
     code, printed = p.end()
     assert code == 0
     assert "Traceback" not in printed
-    assert time.monotonic() - started < 3
+    assert time.monotonic() - started < 10  # its text would take 24 s
 
 
 def test_new_requests_are_refused_while_it_stops(process):
-    p = process(text="ab " * 80, token_s=0.1, shutdown_timeout_s=1)
+    p = process(text="ab " * 80, token_s=0.1, shutdown_timeout_s=4)
     p.wait_ready()
     thread, received = p.stream()
     wait_until(lambda: received)
@@ -74,7 +74,8 @@ def test_new_requests_are_refused_while_it_stops(process):
 
     assert served()
     p.signal(signal.SIGTERM)
-    wait_until(lambda: not served(), 0.9)
+    wait_until(lambda: not served(), 3)
+    assert thread.is_alive()
     thread.join()
 
 
@@ -87,7 +88,7 @@ def test_second_sigint_ends_at_once(process):
     time.sleep(0.3)
     assert p.process.exitcode is None
     p.signal(signal.SIGINT)
-    assert p.end(2)[0] == 130
+    assert p.end()[0] == 130
     thread.join()
     assert received[-1] == "cut"
 
@@ -98,7 +99,7 @@ def test_signal_while_loading(process):
     response = httpx.post(f"{p.url}/v1/chat/completions", json=HI)
     assert (response.status_code, response.json()["error"]["code"]) == (503, "model_loading")
     p.signal(signal.SIGTERM)
-    assert p.end(3)[0] == 0
+    assert p.end()[0] == 0
 
 
 @pytest.mark.parametrize(("kind", "code"), [("checkpoint", 2), ("bug", 1)])
@@ -155,10 +156,16 @@ def test_damaged_checkpoint_never_opens_the_port(capsys, tmp_path):
 
 
 def test_serve_py_leaves_with_the_code():
-    argv = [sys.executable, "serve.py", "--max-model-length", "5"]
-    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 2
-    assert done.stderr == "serve.py: error: unknown flag --max-model-length; did you mean --max-model-len?\n"
+    for argv, words in (
+        (["--max-model-length", "5"], "unknown flag --max-model-length; did you mean --max-model-len?"),
+        (["no/such.gguf"], "no/such.gguf"),
+    ):
+        command = [sys.executable, "serve.py", *argv]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == 2
+        (line,) = done.stderr.splitlines()
+        assert line.startswith("serve.py: error: ")
+        assert words in line
 
 
 def test_help_groups_flags_and_shows_defaults(capsys):
