@@ -1,0 +1,98 @@
+"""The mixture of experts on NVIDIA GPUs: which kernels run, and what they can take."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+
+from pallas_kernels import device, emit
+from pallas_kernels.dispatch import KernelUnsupported
+from pallas_kernels.layout import ROWS, Tiles
+from pallas_kernels.moe_gemv import mosaic_down, mosaic_gate_up, mosaic_router
+
+MAX_TOKENS = 16
+
+
+def router(x, weight, layer, norm):
+    """See ``api.router``. One kernel."""
+    from pallas_kernels.moe_gemv.api import RouterResult
+
+    tokens, columns = x.shape
+    _check_tokens(x)
+    if weight.dtype != jnp.bfloat16 or weight.ndim != 3:
+        raise KernelUnsupported(f"a router of {weight.dtype}, rank {weight.ndim}")
+    add = norm.residual is not None
+    spec = mosaic_router.Spec(tokens, columns, weight.shape[1], add, norm.eps)
+    operands = [emit.index_operand(layer, norm.layer), x, norm.weight, weight] + ([norm.residual] if add else [])
+    logits, normed, *residual = mosaic_router.build(spec)(*operands)
+    return RouterResult(logits, normed, residual[0] if add else None)
+
+
+def experts(x, logits, weights, layer, *, active):
+    """See ``api.experts``. Two kernels: gate and up, then down."""
+    from pallas_kernels.moe_gemv.api import ExpertsResult
+
+    tokens, columns = x.shape
+    _check_tokens(x)
+    stacks = (weights.gate_up, weights.down, weights.shared_gate_up, weights.shared_down)
+    for stack in stacks:
+        if not isinstance(stack, Tiles):
+            raise KernelUnsupported(f"weights stored as {type(stack).__name__}")
+    kinds = {stack.nvfp4 for stack in stacks}
+    if len(kinds) != 1:
+        raise KernelUnsupported("routed and shared experts in different formats")
+    if [stack.paired for stack in stacks] != [True, False, True, False]:
+        raise KernelUnsupported("gate and up must share tiles, down must not")
+    if len(weights.down.segments) != 1 or len(weights.shared_down.segments) != 1:
+        raise KernelUnsupported("several global scales in one down matrix")
+    _, count, rows, width = weights.gate_up.shape
+    shared_rows = weights.shared_gate_up.shape[-2]
+    if width != columns or logits.shape != (tokens, count):
+        raise ValueError(f"activations {x.shape}, logits {logits.shape}, expert weights {weights.gate_up.shape}")
+    (nvfp4,) = kinds
+    layout = mosaic_gate_up.Spec(
+        tokens=tokens,
+        active=active,
+        experts=count,
+        tiles=rows // ROWS,
+        blocks=columns // 128,
+        shared_tiles=shared_rows // ROWS,
+        nvfp4=nvfp4,
+        cores=device.current().cores,
+    )
+    index = emit.index_operand(layer)
+    act, ids, mix = mosaic_gate_up.build(layout)(
+        index,
+        logits,
+        x,
+        weights.gate_up.words,
+        weights.gate_up.global_scale,
+        weights.shared_gate_up.words,
+        weights.shared_gate_up.global_scale,
+    )
+    down = mosaic_down.Spec(
+        tokens=tokens,
+        active=active,
+        experts=count,
+        tiles=columns // ROWS,
+        blocks=rows // 2 // 128,
+        shared_blocks=shared_rows // 2 // 128,
+        nvfp4=nvfp4,
+    )
+    (out,) = mosaic_down.build(down)(
+        index,
+        ids,
+        mix,
+        act,
+        weights.down.words,
+        weights.down.global_scale,
+        weights.shared_down.words,
+        weights.shared_down.global_scale,
+    )
+    return ExpertsResult(out, ids, mix)
+
+
+def _check_tokens(x) -> None:
+    if x.shape[0] > MAX_TOKENS:
+        raise KernelUnsupported(f"{x.shape[0]} tokens; the kernel takes up to {MAX_TOKENS}")
+    if x.dtype != jnp.bfloat16:
+        raise KernelUnsupported(f"activations of {x.dtype}")

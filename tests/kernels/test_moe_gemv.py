@@ -1,0 +1,242 @@
+"""The mixture-of-experts kernels' programs, executed on the CPU, against the reference."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import device, dispatch, emulate, layout, testing
+from pallas_kernels.moe_gemv import Experts, experts, mosaic, mosaic_select, reference, router
+from pallas_kernels.nvfp4_gemv import Norm
+
+FEW_CORES = device.Device("emulated", (9, 0), 66, 0.0)
+WIDE, D, E, A, F, S, LAYERS = 2048, 1024, 64, 3, 128, 1024, 2
+
+
+def random_tiles(rng, lead, rows, columns, *, nvfp4, paired) -> layout.Tiles:
+    """Like ``testing.random_tiles``, from numpy's faster bits."""
+    width = layout.NVFP4_WORDS if nvfp4 else layout.BF16_WORDS
+    words = rng.integers(1 << 32, size=(*lead, rows // 16, columns // 128, width), dtype=np.uint32)
+    if nvfp4:
+        words[..., 256:] = (words[..., 256:] & 0x0F0F0F0F) + 0x30303030
+    else:
+        words = (words & 0x807F807F) | 0x3F003F00  # 0.5 to 1 with either sign
+    segments = (rows // 2, rows // 2) if paired else (rows,)
+    scale = rng.uniform(0.5, 1.5, (*lead, len(segments))) * columns**-0.5 * (0.2 if nvfp4 else 1.4)
+    return layout.Tiles(jnp.asarray(words.view(np.int32)), jnp.asarray(scale, jnp.float32), segments, paired)
+
+
+def expert_weights(seed, nvfp4=True, *, model=D, width=F, shared=S) -> Experts:
+    rng = np.random.default_rng(seed)
+    tiles = functools.partial(random_tiles, rng, nvfp4=nvfp4)
+    return Experts(
+        gate_up=tiles((LAYERS, E), 2 * width, model, paired=True),
+        down=tiles((LAYERS, E), model, width, paired=False),
+        shared_gate_up=tiles((LAYERS,), 2 * shared, model, paired=True),
+        shared_down=tiles((LAYERS,), model, shared, paired=False),
+    )
+
+
+def emulated(function, *args, **kwargs):
+    with emulate.active(), device.assume(FEW_CORES):
+        return function(*args, **kwargs)
+
+
+def compare(actual, expected, tolerance=4e-3):
+    for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        assert testing.row_error(a, e) < tolerance
+
+
+@pytest.mark.parametrize(("tokens", "add"), [(1, True), (1, False), (3, True), (16, True)])
+def test_router(tokens, add):
+    keys = jax.random.split(jax.random.key(tokens), 4)
+    x, residual = (jax.random.normal(k, (tokens, WIDE), jnp.bfloat16) for k in keys[:2])
+    weight = jax.random.normal(keys[2], (LAYERS, E, WIDE), jnp.bfloat16) * jnp.bfloat16(0.02)
+    norm = Norm(jax.random.normal(keys[3], (5, WIDE), jnp.bfloat16), 4, residual if add else None)
+    compare(emulated(mosaic.router, x, weight, 1, norm), reference.router(x, weight, 1, norm))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "nvfp4", "model"),
+    [(1, True, WIDE), (2, True, D), (9, True, D), (1, False, D), (3, False, D)],
+)
+def test_experts(tokens, nvfp4, model):
+    """66 blocks: each takes several tiles, not all the same number, and up to two of the shared expert."""
+    keys = jax.random.split(jax.random.key(tokens), 3)
+    x = jax.random.normal(keys[0], (tokens, model), jnp.bfloat16)
+    logits = jax.random.normal(keys[1], (tokens, E), jnp.bfloat16)
+    weights = expert_weights(1, nvfp4, model=model)
+    actual = emulated(mosaic.experts, x, logits, weights, 1, active=A)
+    expected = reference.experts(x, logits, weights, 1, active=A)
+    np.testing.assert_array_equal(np.asarray(actual.ids), np.asarray(expected.ids))
+    compare(actual, expected)
+
+
+def test_a_shared_expert_that_does_not_split_into_pieces():
+    """One token, but the shared expert's columns are no multiple of an expert's: its own path."""
+    keys = jax.random.split(jax.random.key(5), 3)
+    x, logits = jax.random.normal(keys[0], (1, D), jnp.bfloat16), jax.random.normal(keys[1], (1, E), jnp.bfloat16)
+    weights = expert_weights(1, width=384, shared=1024)
+    actual = emulated(mosaic.experts, x, logits, weights, 0, active=1)
+    compare(actual, reference.experts(x, logits, weights, 0, active=1))
+
+
+# -- selection -------------------------------------------------------------------------------------------------------
+
+
+def selected(logits, active):
+    from pallas_kernels import emit
+
+    tokens, count = logits.shape
+
+    def program(logits, ids, mix, shared):
+        lane = emit.Lane()
+        with emit.when(lane.warp < tokens):
+            chosen, weights = mosaic_select.select(lane, logits + lane.warp * (count * 2), count, active)
+            with emit.when(lane.lane.equals(0)):
+                for rank in range(active):
+                    at = lane.warp * (active * 4)
+                    emit.store(ids + at, chosen[rank], offset=4 * rank)
+                    emit.store_float(mix + at, weights[rank], offset=4 * rank)
+
+    out = [jax.ShapeDtypeStruct((tokens, active), d) for d in (jnp.int32, jnp.float32)]
+    with emulate.active():
+        return emit.kernel(program, name="select", out=out, shared=[4], grid=1, warps=4)(logits)
+
+
+def test_selection_ties_go_to_the_lowest_expert_and_zero_beats_minus_zero():
+    logits = np.full((3, 256), -1.0, np.float32)
+    logits[0, [200, 7, 31, 32]] = 2.0
+    logits[1] = -0.0
+    logits[1, 250] = 0.0
+    logits[2, [0, 255]] = 3.0, np.inf
+    logits = jnp.asarray(logits, jnp.bfloat16)
+    ids, mix = selected(logits, 6)
+    expected_ids, expected_mix = reference.select(logits, 6)
+    np.testing.assert_array_equal(ids, np.asarray(expected_ids))
+    np.testing.assert_array_equal(ids, [[7, 31, 32, 200, 0, 1], [250, 0, 1, 2, 3, 4], [255, 0, 1, 2, 3, 4]])
+    np.testing.assert_allclose(mix, np.asarray(expected_mix), rtol=2**-8)
+
+
+def test_selection_weights_are_the_contract():
+    """s / (sum s + 1e-20), rounded to bfloat16, against float64."""
+    logits = jax.random.normal(jax.random.key(0), (4, 256)).astype(jnp.bfloat16) * jnp.bfloat16(3)
+    ids, mix = selected(logits, 6)
+    chosen = np.take_along_axis(np.asarray(logits, np.float64), ids.astype(np.int64), -1)
+    np.testing.assert_array_equal(chosen, -np.sort(-np.asarray(logits, np.float64), -1)[:, :6])
+    score = 1 / (1 + np.exp(-chosen))
+    exact = score / score.sum(-1, keepdims=True)
+    np.testing.assert_array_equal(mix, exact.astype(jnp.bfloat16).astype(np.float32))
+
+
+def test_a_row_of_nans_selects_existing_experts():
+    ids, mix = selected(jnp.full((1, 64), jnp.nan, jnp.bfloat16), 6)
+    assert (ids < 64).all()
+    assert np.isnan(mix).all()
+
+
+# -- roundings -------------------------------------------------------------------------------------------------------
+
+
+def test_every_expert_is_rounded_before_its_weight():
+    """Experts whose outputs are exactly half an ulp above bfloat16 numbers show where the rounding is."""
+    x = jnp.zeros((1, D), jnp.bfloat16).at[0, 0].set(1.0)
+    logits = jnp.zeros((1, E), jnp.bfloat16).at[0, 0].set(1.0)
+    weights = expert_weights(3, nvfp4=False)
+    actual = emulated(mosaic.experts, x, logits, weights, 0, active=A)
+    expected = reference.experts(x, logits, weights, 0, active=A)
+    # With one nonzero activation the sums have one term up to SwiGLU, so only the down product can differ.
+    assert float(np.mean(np.asarray(actual.out) != np.asarray(expected.out))) < 0.02
+
+
+# -- large stacks ----------------------------------------------------------------------------------------------------
+
+
+def test_addresses_beyond_four_gibibytes():
+    """A stack of 5.4 GB (zeros that the system never materialises) whose last expert alone is filled."""
+    count, width = 4096, 128
+    bytes_per_expert = (D // 16) * (width // 128) * layout.NVFP4_WORDS * 4
+    layers = 1 + (5 << 30) // (count * bytes_per_expert)
+    x = jax.random.normal(jax.random.key(1), (1, D), jnp.bfloat16)
+    logits = np.full((1, count), -1.0, np.float32)
+    logits[0, -1] = 9.0
+    logits = jnp.asarray(logits, jnp.bfloat16)
+    keys = jax.random.split(jax.random.key(2), 4)
+    chosen = {
+        "gate_up": testing.random_tiles(keys[0], (1,), 2 * width, D, paired=True),
+        "down": testing.random_tiles(keys[1], (1,), D, width),
+    }
+    shared = {
+        "shared_gate_up": testing.random_tiles(keys[2], (1,), 256, D, paired=True),
+        "shared_down": testing.random_tiles(keys[3], (1,), D, 128),
+    }
+    big = {}
+    for name, tiles in chosen.items():
+        words = np.zeros((layers, count, *tiles.words.shape[1:]), np.int32)
+        words[-1, -1] = np.asarray(tiles.words[0])
+        scale = np.zeros((layers, count, tiles.global_scale.shape[-1]), np.float32)
+        scale[-1, -1] = np.asarray(tiles.global_scale[0])
+        big[name] = layout.Tiles(words, scale, tiles.segments, tiles.paired)
+    assert big["down"].words.nbytes > 1 << 32
+    tail = {
+        name: layout.Tiles(
+            np.broadcast_to(np.asarray(t.words), (layers, *t.words.shape[1:])),
+            np.broadcast_to(np.asarray(t.global_scale), (layers, t.global_scale.shape[-1])),
+            t.segments,
+            t.paired,
+        )
+        for name, t in shared.items()
+    }
+    actual = emulated(mosaic.experts, x, logits, Experts(**big, **tail), layers - 1, active=1)
+    assert actual.ids[0, 0] == count - 1
+    small = {name: jax.tree.map(lambda a: a[None], tiles) for name, tiles in chosen.items()}
+    expected = reference.experts(x, logits[:, -1:], Experts(**small, **shared), 0, active=1)
+    compare(actual.out, expected.out)
+
+
+@pytest.mark.parametrize(("index", "stride"), [(12031, 1_179_648), (3_000_000, 18_432), (0xFFFFFFFF, 1 << 20)])
+def test_an_address_is_computed_in_64_bits(index, stride):
+    """What ``emit`` itself (not its emulation) makes of a large stack: constants folded by the compiler."""
+    from jax._src.interpreters import mlir
+    from jaxlib.mlir import ir, passmanager
+    from jaxlib.mlir.dialects import arith, func
+
+    from pallas_kernels import emit
+
+    with mlir.make_ir_context(), ir.Location.unknown():
+        module = ir.Module.create()
+        wide = ir.IntegerType.get_signless(64)
+        with ir.InsertionPoint(module.body):
+
+            @func.FuncOp.from_py_func()
+            def address():
+                base = arith.constant(wide, 1 << 40)
+                return emit.Address(base, False).index(emit.Int(index), stride).raw
+
+        passmanager.PassManager.parse("builtin.module(canonicalize)").run(module.operation)
+        assert f"arith.constant {(1 << 40) + index * stride} : i64" in str(module)
+
+
+# -- dispatch --------------------------------------------------------------------------------------------------------
+
+
+def test_what_the_kernels_do_not_take_runs_on_the_reference():
+    keys = jax.random.split(jax.random.key(7), 3)
+    x = jax.random.normal(keys[0], (17, D), jnp.bfloat16)
+    logits = jax.random.normal(keys[1], (17, E), jnp.bfloat16)
+    weights = expert_weights(1)
+    with pytest.raises(dispatch.KernelUnsupported, match="17 tokens"):
+        mosaic.experts(x, logits, weights, 0, active=A)
+    with device.assume(FEW_CORES):
+        assert experts(x, logits, weights, 0, active=A).out.shape == (17, D)
+    plain = expert_weights(1, nvfp4=False)
+    mixed = Experts(weights.gate_up, weights.down, plain.shared_gate_up, plain.shared_down)
+    with pytest.raises(dispatch.KernelUnsupported, match="different formats"):
+        mosaic.experts(x[:1], logits[:1], mixed, 0, active=A)
+    norm = Norm(jnp.ones((1, D), jnp.bfloat16), 0)
+    with pytest.raises(dispatch.KernelUnsupported, match="17 tokens"):
+        mosaic.router(x, jnp.zeros((1, E, D), jnp.bfloat16), 0, norm)
+    with device.assume(FEW_CORES):
+        assert router(x, jnp.zeros((1, E, D), jnp.bfloat16), 0, norm).logits.shape == (17, E)
