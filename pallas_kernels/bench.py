@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 
-OPS = ("add_rms_norm", "nvfp4_gemv")
+OPS = ("add_rms_norm", "nvfp4_gemv", "moe_gemv", "sink_attention", "sample")
 HEADER = f"{'case':40s} {'us':>9s} {'TB/s':>6s} {'share':>6s} {'row error':>10s} {'compile s':>9s}"
 
 
@@ -60,21 +60,35 @@ def chain(case, rounds: int):
     from jax import lax
 
     def one_pass(_, carry):
-        (first, *rest), outs = carry
+        args, outs = carry
         out, kept = outs[-1], []
         for layer in range(case.layers):
             # Every result leaves the loop through the barrier that orders the next call, so that none can be dropped,
             # hoisted or reordered, and no extra kernel is needed.
-            first, out = lax.optimization_barrier((first, out))
+            first, out = lax.optimization_barrier((args[0], out))
             kept.append(out)
-            out = case.run(layer, first, *rest)
-        return (first, *rest), (*kept[1:], out)
+            out, args = case.step(layer, (first, *args[1:]))
+        return args, (*kept[1:], out)
 
     def run(*args):
-        start = case.run(0, *args)
-        return lax.fori_loop(0, rounds, one_pass, (args, (start,) * case.layers))[1]
+        start, args = case.step(0, args)
+        args, outs = lax.fori_loop(0, rounds, one_pass, (args, (start,) * case.layers))
+        return outs, [args[i] for i in case.in_place]
 
-    return jax.jit(run)
+    return jax.jit(run, donate_argnums=case.in_place)
+
+
+def timed_chain(case, rounds: int, args: tuple) -> float:
+    """Seconds for a call of the chain. Consumes the arguments that the op writes in place."""
+    state, function = list(args), chain(case, rounds)
+
+    def call():
+        outs, written = function(*state)
+        for place, value in zip(case.in_place, written, strict=True):
+            state[place] = value
+        return outs
+
+    return seconds(call)
 
 
 def measure(case, copy_rate: float, check_only: bool = False) -> dict:
@@ -85,13 +99,13 @@ def measure(case, copy_rate: float, check_only: bool = False) -> dict:
 
     args = jax.block_until_ready(jax.jit(case.make)(jax.random.key(int(time.time()) % 2**31)))
     started = time.perf_counter()
-    compiled = jax.jit(case.run, static_argnums=0)
+    compiled = jax.jit(case.observe(case.run), static_argnums=0)
     errors = []
     for layer in (0, case.layers - 1):
         actual = jax.block_until_ready(compiled(layer, *args))
         if layer == 0:
             compile_s = time.perf_counter() - started
-        expected = jax.jit(case.reference, static_argnums=0)(layer, *args)
+        expected = jax.jit(case.observe(case.reference), static_argnums=0)(layer, *args)
         errors += [row_error(a, e) for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True)]
     again = compiled(case.layers - 1, *args)
     repeatable = all(bool((a == b).all()) for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(again), strict=True))
@@ -105,7 +119,7 @@ def measure(case, copy_rate: float, check_only: bool = False) -> dict:
     if not check_only:
         # Long enough (some 10 ms) that the loop's own start, about 60 us, does not count.
         rounds = max(2, round(10e-3 / ((case.nbytes / 3e12 + 3e-6) * case.layers)))
-        took = seconds(chain(case, rounds), *args) / (rounds * case.layers)
+        took = timed_chain(case, rounds, args) / (rounds * case.layers)
         row |= {"us": took * 1e6, "tb_s": case.nbytes / took / 1e12, "share": case.nbytes / took / copy_rate}
     return row
 

@@ -321,14 +321,14 @@ def barrier():
     reached = machine.mask.reshape(-1, machine.block_threads)
     if (reached.any(1) != reached.all(1)).any():
         raise AssertionError("a block barrier reached by part of the block")
-    machine.block_epoch += 1
+    machine.block_epoch += machine.mask.any()
 
 
 def cluster_barrier():
     machine = _now()
-    if not machine.mask.all():
+    if machine.mask.any() != machine.mask.all():
         raise AssertionError("a cluster barrier reached by part of the cluster")
-    machine.cluster_epoch += 1
+    machine.cluster_epoch += machine.mask.all()
 
 
 def store_remote(at, rank, *words):

@@ -23,6 +23,9 @@ class Case:
     make(key) -> arguments (jittable; the first one small, it carries the dependency between timed calls).
     run(layer, *arguments) and reference(layer, *arguments) -> the same pytree; layer is a Python int below ``layers``.
     nbytes: what one call has to move. tolerance: largest relative L2 error of a row.
+
+    in_place: positions of arguments that the op writes; ``run`` then returns (result, those arguments afterwards ...),
+    and written(layer, arguments, all of that) picks the part of them that a check compares.
     """
 
     name: str
@@ -32,6 +35,29 @@ class Case:
     layers: int
     nbytes: int
     tolerance: float = 4e-3
+    in_place: tuple[int, ...] = ()
+    written: Callable | None = None
+
+    def step(self, layer: int, args: tuple, run: Callable | None = None) -> tuple:
+        """(result, arguments for the next call)."""
+        result = (run or self.run)(layer, *args)
+        if not self.in_place:
+            return result, args
+        args = list(args)
+        for place, value in zip(self.in_place, result[1:], strict=True):
+            args[place] = value
+        return result[0], tuple(args)
+
+    def observe(self, run: Callable) -> Callable:
+        """``run``, or for an op that writes in place what of it a check compares; to be jitted with a static layer."""
+        if not self.in_place:
+            return run
+
+        def observed(layer, *args):
+            result = run(layer, *args)
+            return result[0], self.written(layer, args, result)
+
+        return observed
 
     @property
     def op(self) -> str:

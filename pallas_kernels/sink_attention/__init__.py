@@ -1,0 +1,1 @@
+"""Decode attention with sinks over the two kinds of KV cache."""

@@ -21,6 +21,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from pallas_kernels.qk_norm_rope_write.reference import split_qkv, write_pages, write_ring
+
 HIGHEST = jax.lax.Precision.HIGHEST
 
 
@@ -200,3 +202,61 @@ def attend_window(
         return one(jnp.zeros((), jnp.int32))[:, :length]
     out = jax.lax.map(one, jnp.arange(count, dtype=jnp.int32))
     return out.transpose(1, 0, 2, 3, 4).reshape(batch, count * block, *q.shape[2:])[:, :length]
+
+
+# -- one token per row, from qkv to the written cache: what the decode kernels do ------------------------------------
+
+PAGES_PER_BLOCK = 8  # pages scored at once
+
+
+def _decode(q, positions, real, blocks, num_blocks, weights, window=None):
+    out = attend(
+        q[:, None],
+        positions[:, None],
+        jnp.where(real, positions, -1),
+        blocks,
+        num_blocks,
+        weights.sinks[weights.layer],
+        scale=q.shape[-1] ** -0.5,
+        window=window,
+    )
+    return jnp.where(real[:, None], out.reshape(q.shape[0], -1), jnp.zeros((), q.dtype))
+
+
+def _split(qkv, weights, start, kv_heads):
+    norms = weights.q_norm[weights.layer], weights.k_norm[weights.layer]
+    return split_qkv(qkv, *norms, start, weights.rope, kv_heads=kv_heads, eps=weights.eps)
+
+
+def attend_ring(qkv, weights, k_ring, v_ring, layer, slots, start, *, window):
+    """See ``api.attend_ring``."""
+    _, total, kv_heads, ring, _ = k_ring.shape
+    real = (slots >= 0) & (slots < total)
+    q, k, v = _split(qkv, weights, start, kv_heads)
+    k_ring, v_ring = (write_ring(c, layer, slots, start, x) for c, x in ((k_ring, k), (v_ring, v)))
+    places = start[:, None] - (start[:, None] - jnp.arange(ring, dtype=jnp.int32)) % ring  # position in each place
+    mine = (c[layer, jnp.where(real, slots, 0)] for c in (k_ring, v_ring))
+    keys = Keys(*mine, places)
+    return _decode(q, start, real, lambda _: keys, 1, weights, window), k_ring, v_ring
+
+
+def attend_pages(qkv, weights, k_pages, v_pages, layer, tables, slots, start):
+    """See ``api.attend_pages``."""
+    _, pages, kv_heads, page, width = k_pages.shape
+    real = (slots >= 0) & (slots < tables.shape[0])
+    q, k, v = _split(qkv, weights, start, kv_heads)
+    k_pages, v_pages = (write_pages(c, layer, tables, slots, start, x) for c, x in ((k_pages, k), (v_pages, v)))
+    mine = tables.at[slots].get(mode="clip")
+    flat = [c.reshape(-1, kv_heads, page, width) for c in (k_pages, v_pages)]  # a gather with an offset, no slice
+    inside = jnp.arange(PAGES_PER_BLOCK, dtype=jnp.int32)
+
+    def keys(block):
+        entries = block * PAGES_PER_BLOCK + inside
+        chosen = layer * pages + mine.at[:, entries].get(mode="clip")
+        joined = (c.at[chosen].get(mode="clip").swapaxes(1, 2) for c in flat)  # [B, K, pages, page, H]
+        rows = jnp.arange(PAGES_PER_BLOCK * page, dtype=jnp.int32) + block * (PAGES_PER_BLOCK * page)
+        shape = (start.shape[0], kv_heads, rows.size, width)
+        return Keys(*(x.reshape(shape) for x in joined), jnp.broadcast_to(rows, (start.shape[0], rows.size)))
+
+    blocks = jnp.max(jnp.where(real, start, 0)) // (PAGES_PER_BLOCK * page) + 1
+    return _decode(q, start, real, keys, blocks, weights), k_pages, v_pages
