@@ -249,12 +249,12 @@ def kernel(
 def index_operand(*indices) -> jax.Array:
     """Layer indices (Python ints or int32 scalars) as a small int32 array for a kernel to read.
 
-    The last entry is never read: XLA computes an array of equal constants in a kernel of its own, at every call, and
-    stores one of different constants in the program.
+    The last two entries are never read: XLA computes an array of equal constants, or one like [0, -1] or [0, 1, 2], in
+    a kernel of its own, at every call; any other it stores in the program.
     """
     if all(isinstance(i, int) for i in indices):
-        return jnp.asarray(np.array([*indices, -1], np.int32))
-    return jnp.stack([jnp.asarray(i, jnp.int32) for i in (*indices, -1)])
+        return jnp.asarray(np.array([*indices, -1, -1], np.int32))
+    return jnp.stack([jnp.asarray(i, jnp.int32) for i in (*indices, -1, -1)])
 
 
 def cached(builder: Callable) -> Callable:
