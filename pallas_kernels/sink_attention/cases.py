@@ -15,7 +15,7 @@ from pallas_kernels.testing import Case, rotation
 KV_HEADS, HEADS, WIDTH = 4, 32, 128
 PAGE, WINDOW, RING = 64, 513, 576
 FULL_LAYERS = 14
-POOL_BYTES = 20 * 2**30  # of K and V together, the most that a case may hold
+POOL_BYTES = 8 * 2**30  # of K and V together, the most that a case may hold
 TOKEN_BYTES = 2 * KV_HEADS * WIDTH * 2  # K and V of one token in one layer
 
 
@@ -38,7 +38,7 @@ def _at(weights: Weights, layer) -> Weights:
 def ring_case(rows: int, **options) -> Case:
     """Window layers, all rows past the first window."""
     nbytes = rows * WINDOW * TOKEN_BYTES
-    layers = rotation(nbytes)
+    layers = rotation(nbytes, most=128)
     op = functools.partial(mosaic.attend_ring, **options) if options else attend_ring
 
     def make(key):
