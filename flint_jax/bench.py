@@ -84,6 +84,7 @@ def _numbers(text: str) -> list[int]:
 
 def _decode(args: argparse.Namespace) -> list[dict]:
     from flint_jax.random_weights import random_weights
+    from flint_jax import tiles
     from loaders.synthetic import preset, spread
 
     contexts, batches = _numbers(args.context), _numbers(args.batch)
@@ -97,6 +98,8 @@ def _decode(args: argparse.Namespace) -> list[dict]:
     for weight_format in args.format.split(","):
         numerics = Numerics("serving", "bfloat16")
         weights = random_weights(config, numerics, weight_format=weight_format, spread=spread)
+        if tiles.wanted(config, numerics, args.kernels):
+            weights = tiles.tile_weights(weights)
         jax.block_until_ready(weights)
         longest = max(contexts) + 2 * args.steps + 64
         model = Flint(config, weights, numerics, max_positions=min(config.max_position_embeddings, longest))
@@ -142,19 +145,20 @@ def _decode_row(args, model: Flint, batch: int, context: int, weight_format: str
     state = _last_state(steps, cache, fresh, model, batch)
     steps.state = state
     begin = time.perf_counter()
-    steps._compiled["decode", batch] = steps.lower_decode(batch).compile()
+    compiled = steps.lower_decode(batch, steps.kernels).compile()
+    steps._compiled["fast" if steps.kernels else "decode", batch] = compiled
     compile_s = time.perf_counter() - begin
     slots = list(range(batch))
     late = None
     for _ in range(16):
-        late, _ = steps.decode(slots)
+        late, _ = steps.decode(slots, True)
     jax.block_until_ready(late)
     times, host = [], []
     previous = late
     last = time.perf_counter()
     for _ in range(args.steps):
         begin = time.perf_counter()
-        current, _ = steps.decode(slots)
+        current, _ = steps.decode(slots, True)
         current.copy_to_host_async()
         host.append(time.perf_counter() - begin)
         np.asarray(previous)  # one step late, as the engine reads

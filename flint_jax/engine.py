@@ -239,7 +239,8 @@ class Engine:
             if chunk.final:
                 self._expect([request], token, logits)
         if plan.decode:
-            tokens, logits = self.steps.decode([r.slot for r in plan.decode])
+            fast = sampling.fast_path(self._jobs[r.id].params for r in plan.decode)
+            tokens, logits = self.steps.decode([r.slot for r in plan.decode], fast)
             self._expect(plan.decode, tokens, logits)
         return not plan.empty
 

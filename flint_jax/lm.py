@@ -16,7 +16,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from flint_jax import memory, sampling
+from flint_jax import memory, sampling, tiles
 from flint_jax.chat import ChatTemplate, encode_chat
 from flint_jax.config import FlintConfig
 from flint_jax.engine import Engine, Event, TokenLogprob
@@ -299,8 +299,8 @@ class _Collector:
 
 
 def _bucket(length: int) -> int:
-    """Power of two at least 16: few shapes, few compilations."""
-    return max(16, 1 << (length - 1).bit_length())
+    """Power of two at least 128: few shapes, few compilations."""
+    return max(128, 1 << (length - 1).bit_length())
 
 
 def load(
@@ -337,6 +337,8 @@ def load(
     weights = loaders.load_weights(
         checkpoint, dtype=dtype, router_dtype=jnp.dtype(rules.router_dtype).name, progress=progress
     )
+    if tiles.wanted(c, rules, kernels):
+        weights = tiles.tile_weights(weights)
     model = Flint(c, weights, rules, max_positions=max_context)
     return LanguageModel(
         model,

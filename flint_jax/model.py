@@ -250,6 +250,7 @@ class Flint(nnx.Module):
         numerics = numerics or Numerics()
         self.config, self.numerics = config, numerics
         params = {name: nnx.Param(value) for name, value in weights.items()}
+        self.stacks = nnx.Dict(params)
         table = rope_table(max_positions or config.max_position_embeddings, config.head_dim, config.rope_theta)
         self.rope = RopeTable(jnp.asarray(table))
         self.embed = Stacked(params["embed"])

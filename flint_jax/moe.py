@@ -13,8 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from flint_jax.numerics import Matrix, Numerics, project, silu
-from pallas_kernels import nvfp4
+from flint_jax.numerics import SCALED, Matrix, Numerics, project, silu
 
 # Gathered weights are materialised, in the compute dtype: three full-size bf16 tokens' worth.
 GATHER_BYTES = 128 << 20
@@ -71,7 +70,7 @@ def _activate(gate_up: Float[Array, "... F2"], numerics: Numerics) -> Float[Arra
 def _batched_project(x: Float[Array, "P C"], w: Matrix) -> Float[Array, "P R"]:
     """One matrix per row of x."""
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    quantised = isinstance(w, nvfp4.Packed | nvfp4.Scaled)
+    quantised = isinstance(w, SCALED)
     values = w.values(x.dtype) if quantised else w
     y = jnp.einsum("pc,prc->pr", x, values, precision=precision, preferred_element_type=jnp.float32)
     return y * w.row_scale() if quantised else y

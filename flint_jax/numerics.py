@@ -14,10 +14,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from flint_jax.errors import ConfigError
-from pallas_kernels import nvfp4
+from pallas_kernels import layout, nvfp4
 
 MODES = ("serving", "transformers")
-Matrix = jax.Array | nvfp4.Packed | nvfp4.Scaled
+# Matrices that keep their values and global scales apart, and offer values(), row_scale(), shape and [index].
+SCALED = (nvfp4.Packed, nvfp4.Scaled, layout.Tiles)
+Matrix = jax.Array | nvfp4.Packed | nvfp4.Scaled | layout.Tiles
 _DTYPES = {"bfloat16": jnp.bfloat16, "float32": jnp.float32}
 
 
@@ -68,7 +70,7 @@ def dot(x: Float[Array, "... C"], w: Float[Array, "R C"]) -> Float[Array, "... R
 
 def project(x: Float[Array, "... C"], w: Matrix) -> Float[Array, "... R"]:
     """x @ w.T as float32 accumulators, the global scales of an NVFP4 matrix applied to the accumulators."""
-    if isinstance(w, nvfp4.Packed | nvfp4.Scaled):
+    if isinstance(w, SCALED):
         return dot(x, w.values(x.dtype)) * w.row_scale()
     return dot(x, w)
 

@@ -20,7 +20,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from flint_jax import sampling
+from flint_jax import decode, sampling
 from flint_jax.cache import CachedAttention, KVCache, table_width
 from flint_jax.model import Flint
 from flint_jax.sampling import SlotRow, SlotSampling
@@ -89,8 +89,11 @@ def _prefill(weights, state: State, tables, tokens, slot, start, count, final, *
     return _commit(state, rows, slots, token, position[None], jnp.ones((1,), bool)), token, logits
 
 
-def _decode(weights, state: State, tables, slots, *, merge):
-    """One token of each row. slots int32 [B], distinct; out of range makes a padding row."""
+def _decode(weights, state: State, tables, slots, *, merge, fast=False):
+    """One token of each row. slots int32 [B], distinct; out of range makes a padding row.
+
+    fast: every row's sampling is within ``sampling.fast_path`` (only with kernels).
+    """
     model: Flint = merge(weights)
     total = state.token.shape[0]
     known = slots < total
@@ -98,11 +101,18 @@ def _decode(weights, state: State, tables, slots, *, merge):
     live = known & state.active[safe]
     start = state.position[safe]
     tokens = jnp.maximum(state.token[safe], 0)
-    kv = CachedAttention(model.config, model.numerics, state.cache, tables, slots, start, live.astype(jnp.int32), 1)
-    logits = model.logits(model.hidden(tokens[:, None], kv)[:, 0])
+    if decode.supported(model):
+        logits, tile_max, cache = decode.forward(model, state.cache, tables, tokens, slots, start, live)
+    else:
+        kv = CachedAttention(model.config, model.numerics, state.cache, tables, slots, start, live.astype(jnp.int32), 1)
+        logits, tile_max = model.logits(model.hidden(tokens[:, None], kv)[:, 0]), None
+        cache = kv.cache
     rows = state.sampling.gather(safe)
-    token = sampling.sample(logits, rows, start + 1)
-    state = dataclasses.replace(state, cache=kv.cache)
+    if fast:
+        token = sampling.sample_fast(logits, rows, start + 1, tile_max)
+    else:
+        token = sampling.sample(logits, rows, start + 1)
+    state = dataclasses.replace(state, cache=cache)
     return _commit(state, rows, slots, token, start + 1, live), token, logits
 
 
@@ -140,7 +150,7 @@ class Steps:
     """
 
     def __init__(self, model: Flint, sizes: Sizes):
-        self.sizes = sizes
+        self.model, self.sizes = model, sizes
         self.config = model.config
         graph, state = nnx.split(model)
         # A flat tuple of stacks: the host pays per leaf and for every Python container on each call.
@@ -153,15 +163,20 @@ class Steps:
         self.state = State.create(model, sizes.slots, sizes.pages)
         self.tables = jnp.zeros((sizes.slots, table_width(sizes.max_context)), jnp.int32)
         self._prefill = jax.jit(_bind(_prefill, merge), donate_argnums=1)
-        self._decode = jax.jit(_bind(_decode, merge), donate_argnums=1)
+        # With kernels there is a second decode step that samples without sorting the vocabulary.
+        self.kernels = decode.supported(model)
+        self._decode = {
+            fast: jax.jit(_bind(_decode, merge, fast=fast), donate_argnums=1)
+            for fast in ((False, True) if self.kernels else (False,))
+        }
         self._admit = jax.jit(_admit, donate_argnums=0)
         self._release = jax.jit(_release, donate_argnums=0)
         self._logprobs = jax.jit(functools.partial(sampling.logprobs, k=sampling.MAX_LOGPROBS))
         self._compiled: dict[tuple, Callable] = {}
 
-    def lower_decode(self, batch: int) -> jax.stages.Lowered:
+    def lower_decode(self, batch: int, fast: bool = False) -> jax.stages.Lowered:
         """The decode step of one bucket, for compiling ahead and for tests that read the compiled program."""
-        return self._decode.lower(self.weights, self.state, self.tables, jnp.zeros((batch,), jnp.int32))
+        return self._decode[fast].lower(self.weights, self.state, self.tables, jnp.zeros((batch,), jnp.int32))
 
     def lower_prefill(self, chunk: int) -> jax.stages.Lowered:
         """The prefill step of one bucket."""
@@ -177,6 +192,7 @@ class Steps:
         lower = {
             **{("prefill", c): functools.partial(self.lower_prefill, c) for c in self.sizes.chunks},
             **{("decode", b): functools.partial(self.lower_decode, b) for b in self.sizes.batches},
+            **{("fast", b): functools.partial(self.lower_decode, b, True) for b in self.sizes.batches if self.kernels},
             **{("logprobs", b): functools.partial(self._lower_logprobs, b) for b in {1, *self.sizes.batches}},
             ("admit", 0): lambda: self._admit.lower(self.state, slot, row, slot),
             ("release", 0): lambda: self._release.lower(self.state, slot),
@@ -196,7 +212,8 @@ class Steps:
 
     def set_tables(self, tables: np.ndarray) -> None:
         """Replace the block tables (host int32 [slots, width])."""
-        self.tables = jnp.asarray(tables)
+        # device_put, not jnp.asarray: that compiles a program, and compiling evicts every captured CUDA graph.
+        self.tables = jax.device_put(np.asarray(tables, np.int32))
 
     def admit(self, slot: int, row: SlotRow, limit: int) -> None:
         """Give a slot to a request; it goes live with the final prefill chunk."""
@@ -228,12 +245,16 @@ class Steps:
         )
         return token, logits
 
-    def decode(self, slots: Sequence[int]) -> tuple[Int[Array, " B"], Float[Array, "B V"]]:
-        """One step of the given slots: (tokens, logits), padded to the bucket."""
+    def decode(self, slots: Sequence[int], fast: bool = False) -> tuple[Int[Array, " B"], Float[Array, "B V"]]:
+        """One step of the given slots: (tokens, logits), padded to the bucket.
+
+        fast: every request's sampling is within ``sampling.fast_path``; ignored without kernels.
+        """
+        fast = fast and self.kernels
         size = self.sizes.batch(len(slots))
         rows = np.full(size, self.sizes.slots, np.int32)
         rows[: len(slots)] = slots
-        run = self._compiled.get(("decode", size), self._decode)
+        run = self._compiled.get(("fast" if fast else "decode", size), self._decode[fast])
         self.state, tokens, logits = run(self.weights, self.state, self.tables, rows)
         return tokens, logits
 
@@ -243,9 +264,9 @@ class Steps:
         return run(logits, tokens)
 
 
-def _bind(function, merge):
+def _bind(function, merge, **static):
     def bound(*args):
-        return function(*args, merge=merge)
+        return function(*args, merge=merge, **static)
 
     bound.__name__ = bound.__qualname__ = function.__name__.strip("_") + "_step"
     return bound

@@ -34,7 +34,7 @@ from pallas_kernels import nvfp4
 
 log = logging.getLogger(__name__)
 
-PIECE_BYTES = 128 << 20  # of file bytes; a full-size BF16 expert layer (1.5 GiB) becomes 12 pieces
+PIECE_BYTES = 32 << 20  # of file bytes; a full-size BF16 expert layer (1.5 GiB) becomes 48 pieces
 WORKERS = 4
 AHEAD = WORKERS + 1  # prepared pieces that may wait: at most (AHEAD + 1) * 2 * PIECE_BYTES on the host
 
@@ -43,18 +43,23 @@ Tree = dict[str, Array | nvfp4.Packed | nvfp4.Scaled]
 
 @dataclasses.dataclass(frozen=True)
 class LoadReport:
-    """What a load cost. Bytes; seconds; peak resident memory of this process, and the part that is not mapped files."""
+    """What a load cost. Bytes; seconds; peak resident memory of this process, and the part that is not mapped files.
+
+    base_anonymous: that part before the load, which the Python process and the GPU runtime take.
+    """
 
     nbytes: int
     seconds: float
     peak_rss: int
     peak_anonymous: int
+    base_anonymous: int = 0
 
     def __str__(self) -> str:
         rate = self.nbytes / 1e9 / max(self.seconds, 1e-9)
         return (
             f"loaded {self.nbytes / 1e9:.2f} GB in {self.seconds:.1f} s ({rate:.2f} GB/s); host memory peak "
-            f"{self.peak_rss / 2**30:.2f} GiB, of it {self.peak_anonymous / 2**30:.2f} GiB not mapped files"
+            f"{self.peak_rss / 2**30:.2f} GiB, of it {self.peak_anonymous / 2**30:.2f} GiB not mapped files "
+            f"({self.base_anonymous / 2**30:.2f} GiB before the load)"
         )
 
 
@@ -266,18 +271,20 @@ class _MemoryWatch:
     """Peak memory of the process: the kernel's own record, and anonymous memory (not file pages) as sampled."""
 
     def __init__(self):
+        jax.devices()  # the runtime's own memory belongs to the process, not to the load
         self.anonymous = 0
         self.sample()
+        self.base = self.anonymous
 
     def sample(self) -> None:
         self.anonymous = max(self.anonymous, _status_kib("RssAnon") << 10)
 
-    def peaks(self) -> tuple[int, int]:
+    def peaks(self) -> tuple[int, int, int]:
         self.sample()
         peak = _status_kib("VmHWM") << 10
         if not peak:
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-        return peak, self.anonymous
+        return peak, self.anonymous, self.base
 
 
 def _status_kib(field: str) -> int:

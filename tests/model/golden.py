@@ -1,13 +1,16 @@
 """The golden models, loaded once, and comparisons with their stored outputs (tests/goldens)."""
 
+import dataclasses
 import functools
 import json
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 import flint_jax
-from flint_jax.step import Sizes, Steps
+from flint_jax.step import Sizes, State, Steps
 
 FOLDER = Path(__file__).parents[1] / "goldens"
 MODELS = ("T1", "T2", "T2-nvfp4")
@@ -37,16 +40,17 @@ def prompts(name):
     return [k for k in cases(name)["cases"] if k.startswith("len")]
 
 
+@functools.cache
+def _programs(name, slots, pages, chunks, batches, max_context, numerics):
+    return Steps(language_model(name, numerics).model, Sizes(slots, pages, max_context, batches, chunks))
+
+
 def steps(name, *, slots=3, pages=48, chunks=(16, 64), batches=(3,), max_context=1024, numerics="transformers"):
-    """Fresh steps over a golden model whose whole cache is NaN."""
-    import dataclasses
-
-    import jax
-    import jax.numpy as jnp
-
-    made = Steps(language_model(name, numerics).model, Sizes(slots, pages, max_context, batches, chunks))
-    poisoned = jax.tree.map(lambda a: jnp.full_like(a, jnp.nan), made.state.cache)
-    made.state = dataclasses.replace(made.state, cache=poisoned)
+    """Steps over a golden model whose whole cache is NaN. Programs are shared, so use one at a time."""
+    made = _programs(name, slots, pages, chunks, batches, max_context, numerics)
+    state = State.create(made.model, slots, pages)
+    poisoned = jax.tree.map(lambda a: jnp.full_like(a, jnp.nan), state.cache)
+    made.state = dataclasses.replace(state, cache=poisoned)
     return made
 
 

@@ -1,0 +1,93 @@
+"""The forward pass of a decode step as few kernels: same function and roundings as ``model.Flint`` with serving numerics.
+
+The module tree says what Flint is; this file says in which launches one token of each row is computed on a GPU: six a
+layer. A residual sum and its norm are recomputed in front of the product that needs them, so they are no launch of
+their own; q/k norm, RoPE and the cache write happen inside attention. Works on weights in tile order (see ``tiles``)
+and falls back, op by op, to plain jnp where a kernel does not take the shape.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, BFloat16, Bool, Float, Int
+
+from flint_jax.cache import KVCache
+from flint_jax.config import FULL, FlintConfig
+from flint_jax.model import Flint
+from pallas_kernels.layout import Tiles
+from pallas_kernels.moe_gemv import api as moe_gemv
+from pallas_kernels.nvfp4_gemv.api import Norm, gemv
+from pallas_kernels.sink_attention import api as sink_attention
+
+
+class Step(NamedTuple):
+    """logits: float32 [B, V]. tile_max: the largest logit of each 16. cache: with the rows' tokens written."""
+
+    logits: Float[Array, "B V"]
+    tile_max: Float[Array, "B V16"] | None
+    cache: KVCache
+
+
+def supported(model: Flint) -> bool:
+    """Whether the model's weights are in the kernels' order (``tiles.tile_weights`` made them so)."""
+    return isinstance(model.stacks["qkv"].get_value(), Tiles)
+
+
+def forward(
+    model: Flint,
+    cache: KVCache,
+    tables: Int[Array, "S W"],
+    tokens: Int[Array, " B"],
+    slots: Int[Array, " B"],
+    start: Int[Array, " B"],
+    live: Bool[Array, " B"],
+) -> Step:
+    """One token of each row: embedding, all layers, head. Rows that are not live write nothing."""
+    config: FlintConfig = model.config
+    w = {name: param.get_value() for name, param in model.stacks.items()}
+    rope = model.rope.get_value()
+    eps = config.rms_norm_eps
+    slots = jnp.where(live, slots, cache.k_ring.shape[1]).astype(jnp.int32)
+    branch: BFloat16[Array, "B D"] = w["embed"][tokens]
+    residual = None
+    dense = sorted(config.mlp_only_layers)
+
+    def norm(name: str, layer: int) -> Norm:
+        return Norm(w[name], layer, residual, eps)
+
+    for layer, kind in enumerate(config.layer_types):
+        qkv = gemv(branch, w["qkv"], layer, norm=norm("attn_norm", layer))
+        residual = branch if residual is None else qkv.residual
+        heads = sink_attention.Weights(
+            w["q_norm"], w["k_norm"], w["sinks"], layer, rope if config.rope_layers[layer] else None, eps
+        )
+        if kind == FULL:
+            i = config.full_layers.index(layer)
+            out = sink_attention.attend_pages(qkv.out, heads, cache.k_pages, cache.v_pages, i, tables, slots, start)
+            cache = dataclasses.replace(cache, k_pages=out.k, v_pages=out.v)
+        else:
+            i = config.sliding_layers.index(layer)
+            out = sink_attention.attend_ring(
+                qkv.out, heads, cache.k_ring, cache.v_ring, i, slots, start, window=config.sliding_window
+            )
+            cache = dataclasses.replace(cache, k_ring=out.k, v_ring=out.v)
+        branch = gemv(out.out, w["o"], layer).out
+        if layer in config.mlp_only_layers:
+            i = dense.index(layer)
+            act = gemv(branch, w["dense_gate_up"], i, norm=norm("mlp_norm", layer), epilogue="swiglu")
+            residual = act.residual
+            branch = gemv(act.out, w["dense_down"], i).out
+        else:
+            i = config.moe_layers.index(layer)
+            routed = moe_gemv.router(branch, w["router"], i, norm("mlp_norm", layer))
+            residual = routed.residual
+            experts = moe_gemv.Experts(w["expert_gate_up"], w["expert_down"], w["shared_gate_up"], w["shared_down"])
+            branch = moe_gemv.experts(routed.normed, routed.logits, experts, i, active=config.num_experts_per_tok).out
+    head = jax.tree.map(lambda a: a[None], w["head"])
+    final = Norm(w["final_norm"][None], 0, residual, eps)
+    logits = gemv(branch, head, 0, norm=final, epilogue="logits")
+    return Step(logits.out, logits.tile_max, cache)
