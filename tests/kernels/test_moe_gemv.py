@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import device, dispatch, emulate, layout, testing
-from pallas_kernels.moe_gemv import Experts, experts, mosaic, mosaic_select, reference, router
+from pallas_kernels.moe_gemv import Experts, cases, experts, mosaic, mosaic_select, reference, router
 from pallas_kernels.nvfp4_gemv import Norm
 
 FEW_CORES = device.Device("emulated", (9, 0), 66, 0.0)
@@ -55,7 +55,10 @@ def test_router(tokens, add):
     x, residual = (jax.random.normal(k, (tokens, WIDE), jnp.bfloat16) for k in keys[:2])
     weight = jax.random.normal(keys[2], (LAYERS, E, WIDE), jnp.bfloat16) * jnp.bfloat16(0.02)
     norm = Norm(jax.random.normal(keys[3], (5, WIDE), jnp.bfloat16), 4, residual if add else None)
-    compare(emulated(mosaic.router, x, weight, 1, norm), reference.router(x, weight, 1, norm))
+    actual, expected = emulated(mosaic.router, x, weight, 1, norm), reference.router(x, weight, 1, norm)
+    compare(actual, expected)
+    if add:
+        np.testing.assert_array_equal(np.asarray(actual.residual), np.asarray(expected.residual))
 
 
 @pytest.mark.parametrize(
@@ -240,3 +243,45 @@ def test_what_the_kernels_do_not_take_runs_on_the_reference():
         mosaic.router(x, jnp.zeros((1, E, D), jnp.bfloat16), 0, norm)
     with device.assume(FEW_CORES):
         assert router(x, jnp.zeros((1, E, D), jnp.bfloat16), 0, norm).logits.shape == (17, E)
+
+
+# -- on a GPU --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+def test_on_the_gpu_beyond_four_gibibytes():
+    """The model's widths, 24 layers (7.2 and 3.6 GB): the first and the last layer, twice the same bits."""
+    weights = cases.random_experts(jax.random.key(0), 24, True)
+    assert weights.gate_up.words.nbytes > 1 << 32
+    for tokens in (1, 3, 16):
+        keys = jax.random.split(jax.random.key(tokens))
+        x = jax.random.normal(keys[0], (tokens, cases.D), jnp.bfloat16)
+        logits = jax.random.normal(keys[1], (tokens, cases.E), jnp.bfloat16)
+        for layer in (0, 23):
+            call = jax.jit(functools.partial(experts, layer=layer, active=cases.ACTIVE))
+            plain = jax.jit(functools.partial(reference.experts, layer=layer, active=cases.ACTIVE))
+            with dispatch.force("kernels"):
+                actual, again = call(x, logits, weights), call(x, logits, weights)
+            expected = plain(x, logits, weights)
+            np.testing.assert_array_equal(np.asarray(actual.ids), np.asarray(expected.ids))
+            compare(actual, expected)
+            np.testing.assert_array_equal(np.asarray(actual.out), np.asarray(again.out))
+
+
+@pytest.mark.gpu
+def test_on_the_gpu_ties_and_special_logits():
+    logits = np.full((3, 256), -1.0, np.float32)
+    logits[0, [200, 7, 31, 32]] = 2.0
+    logits[1] = -0.0
+    logits[1, 250] = 0.0
+    logits[2, [0, 255]] = 3.0, 1e38
+    logits = jnp.asarray(logits, jnp.bfloat16)
+    weights = cases.random_experts(jax.random.key(0), 1, True)
+    with dispatch.force("kernels"):
+        found = jax.jit(functools.partial(experts, layer=0, active=6))(
+            jnp.ones((3, 2048), jnp.bfloat16), logits, weights
+        )
+    np.testing.assert_array_equal(
+        np.asarray(found.ids), [[7, 31, 32, 200, 0, 1], [250, 0, 1, 2, 3, 4], [255, 0, 1, 2, 3, 4]]
+    )
+    np.testing.assert_allclose(np.asarray(found.weights), np.asarray(reference.select(logits, 6)[1]), rtol=2**-8)
