@@ -51,7 +51,7 @@ def forward(
     w = {name: param.get_value() for name, param in model.stacks.items()}
     rope = model.rope.get_value()
     eps = config.rms_norm_eps
-    slots = jnp.where(live, slots, cache.k_ring.shape[1]).astype(jnp.int32)
+    slots = jnp.where(live, slots, -1)  # out of range: reads and writes nothing
     branch: BFloat16[Array, "B D"] = w["embed"][tokens]
     residual = None
     dense = sorted(config.mlp_only_layers)
