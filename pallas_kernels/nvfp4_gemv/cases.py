@@ -61,5 +61,5 @@ def cases() -> list[Case]:
     many = [case(shape, tokens) for tokens in (2, 8, 16) for shape in ("qkv", "o", "head")]
     many += [case("qkv", 4), case("dense_gate_up", 8), case("dense_down", 8)]
     twins = [case(shape, tokens, nvfp4=False) for tokens in (1, 8) for shape in ("qkv", "o", "head")]
-    splits = [("qkv", 1, 8), ("o", 1, 4), ("o", 1, 16), ("shared_gate_up", 1, 8), ("qkv", 8, 8), ("o", 8, 16)]
+    splits = [("qkv", 1, 4), ("dense_gate_up", 1, 4), ("o", 1, 4), ("o", 1, 16), ("qkv", 8, 8), ("o", 8, 16)]
     return small + many + twins + [case(shape, tokens, warps=warps) for shape, tokens, warps in splits]

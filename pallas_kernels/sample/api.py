@@ -59,7 +59,6 @@ def sample(
     must be above zero. The noise of a token depends on (key, position, its id) alone: threefry bits of
     ``jax.random.bits(fold_in(key, position), (V,))``. -1 where the row holds NaN or +inf, or nothing above -inf.
     """
-    top_k = jnp.where(greedy, 1, top_k)
     candidates = top_candidates(scores, top_k, tile_max)
     return draw.draw(
         candidates.ids,
