@@ -55,6 +55,7 @@ class Server:
 
     def __init__(self, settings: ServerSettings, engine: FakeEngine, served: ServedModel | None):
         self.settings, self.engine = settings, engine
+        self._clients: list[openai.OpenAI] = []
         self.state = ServerState(settings)
         self.state.served = served
         if served is not None:
@@ -72,6 +73,7 @@ class Server:
 
     def stop(self) -> None:
         self.http.close()
+        self._close_clients()
         self.uvicorn.should_exit = True
         self._thread.join(10)
         assert not self._thread.is_alive()
@@ -81,7 +83,13 @@ class Server:
     def client(self, **options) -> openai.OpenAI:
         """The official client, without retries."""
         defaults = {"base_url": f"{self.url}/v1", "api_key": "none", "max_retries": 0, "timeout": 10}
-        return openai.OpenAI(**(defaults | options))
+        client = openai.OpenAI(**(defaults | options))
+        self._clients.append(client)
+        return client
+
+    def _close_clients(self) -> None:
+        while self._clients:
+            self._clients.pop().close()
 
     def post(self, path: str, body=None, **options) -> httpx.Response:
         return self.http.post(path, json=body, **options)
@@ -96,6 +104,7 @@ class Server:
 
     def reset(self) -> None:
         """Back to how it was before a test; every slot must be free."""
+        self._close_clients()
         wait_until(self.engine.idle)
         wait_until(lambda: not self.state.jobs)
         self.engine.submitted.clear()
