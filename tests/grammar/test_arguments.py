@@ -1,0 +1,140 @@
+"""Arguments typed by the tool's schema."""
+
+import json
+
+import pytest
+
+from flint_jax.errors import RequestError
+from flint_jax.grammar import State, Tool
+from flint_jax.grammar.arguments import typed_json
+from flint_jax.grammar.tools import schema_types
+from tests.grammar.outputs import call, collect, parts, run, tokens, whole
+
+
+def argument(schema, raw):
+    """JSON text of the only argument, read from a call at every split."""
+    tool = Tool("f", {"type": "object", "properties": {"k": schema}})
+    text = parts(call("f", k=raw), start=State.CONTENT, tools=[tool])[2][0][1]
+    assert text.startswith('{"k": ')
+    return text[len('{"k": ') : -1]
+
+
+INT_OR_STRING = {"anyOf": [{"type": "integer"}, {"oneOf": [{"type": "string"}]}]}
+
+
+@pytest.mark.parametrize(
+    ("schema", "raw", "expected"),
+    [
+        ({"type": "string"}, '{"a":1}', r'"{\"a\":1}"'),
+        ({"type": "string"}, "5", '"5"'),
+        ({"type": "string"}, "  Paris \n", r'"  Paris \n"'),
+        ({"type": "string"}, "", '""'),
+        ({"type": "string"}, "null", '"null"'),
+        ({"type": "integer"}, "3", "3"),
+        ({"type": "integer"}, " 3 ", "3"),
+        ({"type": "integer"}, "3.0", "3.0"),
+        ({"type": "integer"}, "three", '"three"'),
+        ({"type": "integer"}, "1_000", "1000"),
+        ({"type": "integer"}, "", '""'),
+        ({"type": "integer"}, "9" * 40, "9" * 40),
+        ({"type": "number"}, "2.50", "2.5"),
+        ({"type": "number"}, "2.0", "2"),
+        ({"type": "number"}, "1e3", "1000"),
+        ({"type": "number"}, "1e300", "1e+300"),
+        ({"type": "number"}, "1e999", '"1e999"'),
+        ({"type": "number"}, "NaN", '"NaN"'),
+        ({"type": "number"}, "-Infinity", '"-Infinity"'),
+        ({"type": "number"}, "-0.0", "0"),
+        ({"type": "number"}, "9007199254740993", "9007199254740993"),
+        ({"type": "boolean"}, "True", "true"),
+        ({"type": "boolean"}, "1", "true"),
+        ({"type": "boolean"}, " False ", "false"),
+        ({"type": "boolean"}, "0", "false"),
+        ({"type": "boolean"}, "yes", '"yes"'),
+        ({"type": "boolean"}, "null", "null"),
+        ({"type": ["string", "null"]}, "null", "null"),
+        ({"type": ["string", "null"]}, "NULL", "null"),
+        ({"type": ["string", "null"]}, '"q"', r'"\"q\""'),
+        ({"type": ["integer", "boolean"]}, "1", "1"),
+        ({"type": ["object", "array", "string"]}, "[1]", "[1]"),
+        ({"type": ["object", "string"]}, "[1]", '"[1]"'),
+        (INT_OR_STRING, "7", "7"),
+        (INT_OR_STRING, "12a", '"12a"'),
+        (INT_OR_STRING, "7.5", '"7.5"'),
+        ({"enum": [1, 2]}, "2", "2"),
+        ({"enum": ["1", "2"]}, "2", '"2"'),
+        ({"enum": [True, None]}, "true", "true"),
+        ({"enum": [1.5]}, "1.5", "1.5"),
+        ({"type": "object", "properties": {"n": {"type": "integer"}}}, '{"n":"5"}', '{"n": "5"}'),
+        ({"type": "object"}, "{'n': 5}", "\"{'n': 5}\""),
+        ({"type": "object"}, "[1, 2]", "[1, 2]"),
+        ({"type": "object"}, '{"é": 1.50}\n', '{"é": 1.5}'),
+        ({"type": "object"}, '{"a": 1e999}', r'"{\"a\": 1e999}"'),
+        ({"type": "object"}, '{"a": NaN}', r'"{\"a\": NaN}"'),
+        ({"type": "object"}, r'{"a": "\ud800"}', r'{"a": "\ud800"}'),
+        ({"type": "array", "items": {"type": "integer"}}, '["1"]', '["1"]'),
+        ({"type": "array"}, "one, two", '"one, two"'),
+        ({"type": "int"}, "3", "3"),
+        ({"type": "float"}, "3.5", "3.5"),
+        ({"type": "bool"}, "true", "true"),
+        ({"type": "dict"}, "{}", "{}"),
+        ({"type": "list"}, "[]", "[]"),
+        ({"type": "str"}, "3", '"3"'),
+        ({"$ref": "#/$defs/n"}, "3", '"3"'),
+        ({"type": "strnig"}, "3", '"3"'),
+        ({}, "3", '"3"'),
+        (True, "3", '"3"'),
+        (None, "3", '"3"'),
+    ],
+)
+def test_typing(schema, raw, expected):
+    assert argument(schema, raw) == expected
+
+
+def test_more_digits_than_python_reads_are_a_string():
+    for types in ("integer", "number", "object"):
+        assert typed_json("9" * 5000, {types}) == f'"{"9" * 5000}"'
+
+
+def test_types_of_all_branches_are_joined():
+    schema = {"type": ["null"], "enum": [1], "allOf": [{"type": "array"}, {"anyOf": [{"oneOf": [{"type": "object"}]}]}]}
+    assert schema_types(schema) == {"null", "integer", "array", "object"}
+
+
+def test_deep_nesting_is_no_error():
+    raw = "[" * 100_000
+    tool = Tool("f", {"properties": {"k": {"type": "array"}}})
+    message = collect(run(tokens(call("f", k=raw), whole), start=State.CONTENT, tools=[tool]))
+    assert json.loads(message.calls[0].arguments) == {"k": raw}
+    schema = {"type": "integer"}
+    for _ in range(5000):
+        schema = {"anyOf": [schema]}
+    assert schema_types(schema) == {"integer"}
+
+
+@pytest.mark.parametrize("parameters", [None, {}, {"properties": None}, {"properties": {"x": {"type": "integer"}}}])
+def test_an_argument_without_schema_is_a_string(parameters):
+    assert parts(call("f", k="3"), tools=[Tool("f", parameters)])[2] == [("f", '{"k": "3"}')]
+
+
+def test_keys_are_trimmed_and_escaped():
+    assert parts(call("f", **{' a"\n': "x"}), tools=[Tool("f")])[2] == [("f", '{"a\\"": "x"}')]
+
+
+@pytest.mark.parametrize(
+    "definition",
+    [
+        {"type": "function", "function": {"name": "f", "parameters": {"properties": {"k": {"type": "integer"}}}}},
+        {"type": "function", "name": "f", "parameters": {"properties": {"k": {"type": "integer"}}}},
+        {"name": "f", "input_schema": {"properties": {"k": {"type": "integer"}}}},
+    ],
+)
+def test_tools_of_each_protocol(definition):
+    tool = Tool.of(definition)
+    assert (tool.name, tool.types("k")) == ("f", {"integer"})
+
+
+@pytest.mark.parametrize("definition", [{}, {"function": None}, {"function": {"name": 3}}])
+def test_a_tool_needs_a_name(definition):
+    with pytest.raises(RequestError, match="needs a name"):
+        Tool.of(definition)
