@@ -175,8 +175,9 @@ def test_page_more_partial_results_than_fit_at_once():
 
 def test_a_position_beyond_the_table_stays_inside_the_cache():
     """The host stops a request before; the kernel must not read or write beyond its arrays anyway."""
-    caches, tables = page_cache([1], [383])
-    arguments = (queries(1), make_weights(rope=False), *caches, 1, tables, jnp.asarray([1]), jnp.asarray([500]))
+    last = SLOTS - 1  # beyond its row of the table there is nothing
+    caches, tables = page_cache([last], [383])
+    arguments = (queries(1), make_weights(rope=False), *caches, 1, tables, jnp.asarray([last]), jnp.asarray([500]))
     with emulate.active(), device.assume(device.Device("emulated", (9, 0), CORES, 0.0)):
         mosaic.attend_pages(*arguments, warps=4)
 
