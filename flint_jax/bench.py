@@ -34,6 +34,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     decode.add_argument("--kernels", default="auto", choices=("auto", "xla", "pallas"))
     decode.add_argument("--steps", type=int, default=64, help="timed steps")
     decode.add_argument("--sampling", default="default", choices=("default", "greedy"))
+    decode.add_argument(
+        "--xla", action="append", default=[], metavar="NAME=VALUE[,NAME=VALUE]", help="time this XLA setting as well"
+    )
+    decode.add_argument("--profile", action="store_true", help="after each row, a table of device time by kernel")
     decode.set_defaults(run=_decode)
     load = commands.add_parser("load", help="load a checkpoint, then generate 64 tokens")
     load.add_argument("model")
@@ -52,7 +56,7 @@ def _facts() -> dict:
     return {
         "device": device.device_kind,
         "jax": jax.__version__,
-        "date": datetime.date.today().isoformat(),  # noqa: DTZ011 - a day for a table
+        "date": datetime.date.today().isoformat(),
     }
 
 
@@ -83,8 +87,8 @@ def _numbers(text: str) -> list[int]:
 
 
 def _decode(args: argparse.Namespace) -> list[dict]:
-    from flint_jax.random_weights import random_weights
     from flint_jax import tiles
+    from flint_jax.random_weights import random_weights
     from loaders.synthetic import preset, spread
 
     contexts, batches = _numbers(args.context), _numbers(args.batch)
@@ -106,17 +110,17 @@ def _decode(args: argparse.Namespace) -> list[dict]:
         del weights
         for batch in batches:
             for context in contexts:
-                row = _decode_row(args, model, batch, context, weight_format, rate)
-                rows.append(row)
-                print(
-                    f"{weight_format:<7}{batch:>6}{context:>9}{row['ms']:>9.3f}{row['tokens_per_s']:>9.0f}"
-                    f"{row['floor_ms']:>10.3f}{row['share']:>7.0%}{row['host_ms']:>9.3f}",
-                    flush=True,
-                )
+                for row in _decode_rows(args, model, batch, context, weight_format, rate):
+                    rows.append(row)
+                    print(
+                        f"{weight_format:<7}{batch:>6}{context:>9}{row['ms']:>9.3f}{row['tokens_per_s']:>9.0f}"
+                        f"{row['floor_ms']:>10.3f}{row['share']:>7.0%}{row['host_ms']:>9.3f}  {row['xla']}",
+                        flush=True,
+                    )
     return rows
 
 
-def _decode_row(args, model: Flint, batch: int, context: int, weight_format: str, rate: float) -> dict:
+def _decode_rows(args, model: Flint, batch: int, context: int, weight_format: str, rate: float) -> dict:
     from flint_jax import sampling
 
     # Room for warm-up and timed steps; the state starts as if ``context`` tokens had been prefilled.
@@ -144,11 +148,23 @@ def _decode_row(args, model: Flint, batch: int, context: int, weight_format: str
     fresh = jnp.full((batch,), context, jnp.int32)
     state = _last_state(steps, cache, fresh, model, batch)
     steps.state = state
-    begin = time.perf_counter()
-    compiled = steps.lower_decode(batch, steps.kernels).compile()
-    steps._compiled["fast" if steps.kernels else "decode", batch] = compiled
-    compile_s = time.perf_counter() - begin
-    slots = list(range(batch))
+    lowered = steps.lower_decode(batch, steps.kernels)
+    key = ("fast" if steps.kernels else "decode", batch)
+    floor = 1e3 * step_bytes(model.config, batch=batch, context=context, weight_format=weight_format).total / rate
+    for setting in ("", *args.xla):
+        options = dict(pair.split("=", 1) for pair in setting.split(",") if pair)
+        begin = time.perf_counter()
+        steps._compiled[key] = lowered.compile(compiler_options=options)
+        row = {"format": weight_format, "batch": batch, "context": context, "xla": setting, "floor_ms": floor}
+        row["compile_s"] = time.perf_counter() - begin
+        row |= _time(steps, list(range(batch)), args.steps)
+        yield row | {"share": floor / row["ms"], "tokens_per_s": batch * 1e3 / row["ms"]}
+    if args.profile:
+        _profile(steps, list(range(batch)))
+
+
+def _time(steps: Steps, slots: list[int], count: int) -> dict:
+    """Median ms of a step as the engine sees it (tokens read one step late), and the part the host needs."""
     late = None
     for _ in range(16):
         late, _ = steps.decode(slots, True)
@@ -156,7 +172,7 @@ def _decode_row(args, model: Flint, batch: int, context: int, weight_format: str
     times, host = [], []
     previous = late
     last = time.perf_counter()
-    for _ in range(args.steps):
+    for _ in range(count):
         begin = time.perf_counter()
         current, _ = steps.decode(slots, True)
         current.copy_to_host_async()
@@ -166,21 +182,38 @@ def _decode_row(args, model: Flint, batch: int, context: int, weight_format: str
         now = time.perf_counter()
         times.append(now - last)
         last = now
-    drawn = np.asarray(previous)
-    ms = 1e3 * statistics.median(times)
-    floor = 1e3 * step_bytes(model.config, batch=batch, context=context, weight_format=weight_format).total / rate
-    return {
-        "format": weight_format,
-        "batch": batch,
-        "context": context,
-        "ms": ms,
-        "tokens_per_s": batch * 1e3 / ms,
-        "floor_ms": floor,
-        "share": floor / ms,
-        "host_ms": 1e3 * statistics.median(host),
-        "compile_s": compile_s,
-        "sane": bool((drawn >= 0).all()),
-    }
+    sane = bool((np.asarray(previous) >= 0).all())
+    return {"ms": 1e3 * statistics.median(times), "host_ms": 1e3 * statistics.median(host), "sane": sane}
+
+
+def _profile(steps: Steps, slots: list[int], count: int = 8) -> None:
+    """Device time by kernel, from XLA's trace (which runs kernels one by one, outside of graphs)."""
+    import collections
+    import glob
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            for _ in range(count):
+                tokens, _ = steps.decode(slots, True)
+            jax.block_until_ready(tokens)
+        (path,) = glob.glob(f"{folder}/**/*.xplane.pb", recursive=True)
+        data = jax.profiler.ProfileData.from_file(path)
+        spent, calls = collections.Counter(), collections.Counter()
+        for plane in data.planes:
+            if "/device:" not in plane.name:
+                continue
+            for line in plane.lines:
+                if "Stream" not in line.name:
+                    continue
+                for event in line.events:
+                    spent[event.name] += event.duration_ns / 1e3
+                    calls[event.name] += 1
+    total = sum(spent.values()) / count
+    print(f"  device time {total / 1e3:.3f} ms a step, {sum(calls.values()) / count:.0f} launches")
+    print(f"  {'kernel':<60}{'calls':>7}{'us each':>9}{'us/step':>9}")
+    for name, micros in spent.most_common(40):
+        print(f"  {name[:60]:<60}{calls[name] / count:>7.1f}{micros / calls[name]:>9.2f}{micros / count:>9.1f}")
 
 
 def _last_state(steps: Steps, cache, positions, model: Flint, batch: int):

@@ -1,4 +1,4 @@
-"""The forward pass of a decode step as few kernels: same function and roundings as ``model.Flint`` with serving numerics.
+"""The forward pass of a decode step as few kernels: the function and the serving roundings of ``model.Flint``.
 
 The module tree says what Flint is; this file says in which launches one token of each row is computed on a GPU: six a
 layer. A residual sum and its norm are recomputed in front of the product that needs them, so they are no launch of

@@ -166,7 +166,7 @@ class Engine:
         s = self.scheduler
         return {
             "running": len(s.running),
-            "waiting": len(s.waiting) + sum(1 for kind, _ in self._inbox if kind == "submit"),
+            "waiting": len(s.waiting) + sum(1 for kind, _ in tuple(self._inbox) if kind == "submit"),
             "free_slots": len(s.free_slots),
             "free_pages": len(s.free_pages),
             "pages": s.pages,

@@ -89,9 +89,11 @@ def _prefill(weights, state: State, tables, tokens, slot, start, count, final, *
     return _commit(state, rows, slots, token, position[None], jnp.ones((1,), bool)), token, logits
 
 
-def _decode(weights, state: State, tables, slots, *, merge, fast=False):
+def _decode(weights, state: State, scratch, tables, slots, *, merge, fast=False):
     """One token of each row. slots int32 [B], distinct; out of range makes a padding row.
 
+    scratch: float32 [B, V], donated; the logits take its place. A buffer that moved from step to step would have XLA
+    update the captured graph of 300 kernels on the host every time.
     fast: every row's sampling is within ``sampling.fast_path`` (only with kernels).
     """
     model: Flint = merge(weights)
@@ -113,7 +115,12 @@ def _decode(weights, state: State, tables, slots, *, merge, fast=False):
     else:
         token = sampling.sample(logits, rows, start + 1)
     state = dataclasses.replace(state, cache=cache)
-    return _commit(state, rows, slots, token, start + 1, live), token, logits
+    return _commit(state, rows, slots, token, start + 1, live), logits.reshape(scratch.shape)
+
+
+def _peek(tokens, slots):
+    """Last drawn token of each row, in a buffer of its own: the host reads it while the next step runs."""
+    return tokens.at[slots].get(mode="clip")
 
 
 def _commit(state: State, rows: SlotSampling, slots, token, position, live) -> State:
@@ -166,9 +173,12 @@ class Steps:
         # With kernels there is a second decode step that samples without sorting the vocabulary.
         self.kernels = decode.supported(model)
         self._decode = {
-            fast: jax.jit(_bind(_decode, merge, fast=fast), donate_argnums=1)
+            fast: jax.jit(_bind(_decode, merge, fast=fast), donate_argnums=(1, 2))
             for fast in ((False, True) if self.kernels else (False,))
         }
+        self._peek = jax.jit(_peek)
+        self._scratch: dict[int, Array] = {}
+        self._rows: dict[tuple[int, ...], Array] = {}
         self._admit = jax.jit(_admit, donate_argnums=0)
         self._release = jax.jit(_release, donate_argnums=0)
         self._logprobs = jax.jit(functools.partial(sampling.logprobs, k=sampling.MAX_LOGPROBS))
@@ -176,7 +186,9 @@ class Steps:
 
     def lower_decode(self, batch: int, fast: bool = False) -> jax.stages.Lowered:
         """The decode step of one bucket, for compiling ahead and for tests that read the compiled program."""
-        return self._decode[fast].lower(self.weights, self.state, self.tables, jnp.zeros((batch,), jnp.int32))
+        logits = jax.ShapeDtypeStruct((batch, self.config.vocab_size), jnp.float32)
+        rows = jax.ShapeDtypeStruct((batch,), jnp.int32)
+        return self._decode[fast].lower(self.weights, self.state, logits, self.tables, rows)
 
     def lower_prefill(self, chunk: int) -> jax.stages.Lowered:
         """The prefill step of one bucket."""
@@ -193,6 +205,7 @@ class Steps:
             **{("prefill", c): functools.partial(self.lower_prefill, c) for c in self.sizes.chunks},
             **{("decode", b): functools.partial(self.lower_decode, b) for b in self.sizes.batches},
             **{("fast", b): functools.partial(self.lower_decode, b, True) for b in self.sizes.batches if self.kernels},
+            **{("peek", b): functools.partial(self._lower_peek, b) for b in self.sizes.batches},
             **{("logprobs", b): functools.partial(self._lower_logprobs, b) for b in {1, *self.sizes.batches}},
             ("admit", 0): lambda: self._admit.lower(self.state, slot, row, slot),
             ("release", 0): lambda: self._release.lower(self.state, slot),
@@ -205,6 +218,9 @@ class Steps:
                 if progress is not None:
                     progress(" ".join(map(str, jobs[job])), done, len(jobs))
         return time.monotonic() - begin
+
+    def _lower_peek(self, batch: int) -> jax.stages.Lowered:
+        return self._peek.lower(self.state.token, jax.ShapeDtypeStruct((batch,), jnp.int32))
 
     def _lower_logprobs(self, batch: int) -> jax.stages.Lowered:
         logits = jax.ShapeDtypeStruct((batch, self.config.vocab_size), jnp.float32)
@@ -246,17 +262,32 @@ class Steps:
         return token, logits
 
     def decode(self, slots: Sequence[int], fast: bool = False) -> tuple[Int[Array, " B"], Float[Array, "B V"]]:
-        """One step of the given slots: (tokens, logits), padded to the bucket.
+        """One step of the given slots: (tokens, logits), padded to the bucket. The next step takes the logits' buffer.
 
         fast: every request's sampling is within ``sampling.fast_path``; ignored without kernels.
         """
         fast = fast and self.kernels
         size = self.sizes.batch(len(slots))
-        rows = np.full(size, self.sizes.slots, np.int32)
-        rows[: len(slots)] = slots
+        rows = self._padded_rows(tuple(slots), size)
+        scratch = self._scratch.pop(size, None)
+        if scratch is None:
+            scratch = jax.device_put(np.zeros((size, self.config.vocab_size), np.float32))
         run = self._compiled.get(("fast" if fast else "decode", size), self._decode[fast])
-        self.state, tokens, logits = run(self.weights, self.state, self.tables, rows)
-        return tokens, logits
+        self.state, logits = run(self.weights, self.state, scratch, self.tables, rows)
+        self._scratch[size] = logits
+        peek = self._compiled.get(("peek", size), self._peek)
+        return peek(self.state.token, rows), logits
+
+    def _padded_rows(self, slots: tuple[int, ...], size: int) -> Int[Array, " B"]:
+        """The rows of a step on the device; kept, so that the same company finds the same buffer."""
+        key = (size, *slots)
+        if key not in self._rows:
+            if len(self._rows) >= 256:
+                self._rows.clear()
+            rows = np.full(size, self.sizes.slots, np.int32)
+            rows[: len(slots)] = slots
+            self._rows[key] = jax.device_put(rows)
+        return self._rows[key]
 
     def logprobs(self, logits: Float[Array, "B V"], tokens: Int[Array, " B"]) -> tuple[Array, Array, Array, Array]:
         """Log-probabilities of drawn tokens and the best alternatives (see sampling.logprobs)."""
