@@ -24,8 +24,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, scf
 
-STREAM = "ld.global.L1::no_allocate.L2::256B"  # weights: read once, in long runs
+# Weights: read once, in long runs. They leave the L2 cache first, so that a step's gigabyte of them does not push out
+# what every step reads again: norm weights, scales, the kernels' own code.
+STREAM = "ld.global.L1::no_allocate.L2::cache_hint.L2::256B"
 CACHED = "ld.global"
+_EVICT_FIRST = "createpolicy.fractional.L2::evict_first.b64 policy, 1.0;"  # a constant by the time it runs
 
 
 def _i32():
@@ -338,11 +341,12 @@ def warp_barrier() -> None:
 def load(at: Address, words: int = 1, offset: int = 0, kind: str = CACHED) -> list[Int]:
     """1, 2 or 4 aligned 32-bit words; ``offset`` in bytes. Never moved or merged by the compiler."""
     kind = "ld.shared" if at.shared else kind
-    if words == 1:
-        return [Int(ptx(f"{kind}.b32 $0, [$1+{offset}];", at, results=_i32(), volatile=True))]
-    outputs = ",".join(f"${i}" for i in range(words))
-    text = f"{kind}.v{words}.b32 {{{outputs}}}, [${words}+{offset}];"
-    return [Int(raw) for raw in ptx(text, at, results=[_i32()] * words, volatile=True)]
+    outputs = "$0" if words == 1 else "{" + ",".join(f"${i}" for i in range(words)) + "}"
+    vector = "" if words == 1 else f".v{words}"
+    text = f"{kind}{vector}.b32 {outputs}, [${words}+{offset}]"
+    text = f"{{\n.reg .b64 policy;\n{_EVICT_FIRST}\n{text}, policy;\n}}" if kind == STREAM else f"{text};"
+    results = ptx(text, at, results=_i32() if words == 1 else [_i32()] * words, volatile=True)
+    return [Int(raw) for raw in ([results] if words == 1 else results)]
 
 
 def load_float(at: Address, words: int = 1, offset: int = 0, kind: str = CACHED) -> list[Float]:
@@ -565,9 +569,9 @@ def arrival_fence() -> None:
 def bulk_copy(destination: Address, source: Address, nbytes: int, arrival: Address) -> None:
     """Global -> shared by the copy engine; one thread calls it; completion is counted on ``arrival``."""
     ptx(
-        f"{{\n.reg .b64 s;\nmbarrier.arrive.expect_tx.shared::cta.b64 s, [$2], {nbytes};\n"
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], "
-        f"{nbytes}, [$2];\n}}",
+        f"{{\n.reg .b64 s, policy;\n{_EVICT_FIRST}\nmbarrier.arrive.expect_tx.shared::cta.b64 s, [$2], {nbytes};\n"
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [$0], [$1], "
+        f"{nbytes}, [$2], policy;\n}}",
         destination,
         source,
         arrival,
