@@ -79,7 +79,7 @@ def _tile(stack: Matrix, paired: bool) -> layout.Tiles:
 
     for i in range(stack.shape[0]):
         words = put(words, stack, jnp.int32(i))
-    scale = jax.jit(lambda s: _global_scale(s, first))(stack)
+    scale = jax.jit(lambda s: layout.pad_scale(_global_scale(s, first)))(stack)
     return layout.Tiles(words, scale, first.segments, paired)
 
 

@@ -45,8 +45,9 @@ CODE_BITS = ((9, 15), (6, 12), (3, 14), (0, 13))
 class Tiles:
     """A matrix, or a stack of matrices, in tile order.
 
-    words: int32 [..., R/16, C/128, 288 (NVFP4) or 1024 (BF16)]. global_scale: float32 [..., S]. segments: row counts
-    of the S segments, in the matrix' own order of rows. paired: two equal segments, gate and up, share each tile.
+    words: int32 [..., R/16, C/128, 288 (NVFP4) or 1024 (BF16)]. global_scale: float32 [..., S], or more of which the
+    first S count (see ``pad_scale``). segments: row counts of the S segments, in the matrix' own order of rows. paired:
+    two equal segments, gate and up, share each tile.
     """
 
     words: Int32[Array, "... T B W"]
@@ -76,7 +77,15 @@ class Tiles:
 
     def row_scale(self) -> Float[Array, "... R"]:
         """The global scale of each row, float32."""
-        return expand_segments(self.global_scale, self.segments)
+        return expand_segments(self.global_scale[..., : len(self.segments)], self.segments)
+
+
+def pad_scale(stack: Float[Array, "L ... S"]) -> Float[Array, "L ... P"]:
+    """Global scales of a stack, filled up so that each layer's begin at a multiple of 256 bytes: there a kernel can be
+    given a layer's address (``emit.slice_layer``)."""
+    if stack.size // stack.shape[0] % 64 == 0:
+        return stack
+    return jnp.pad(stack, [(0, 0)] * (stack.ndim - 1) + [(0, -stack.shape[-1] % 64)])
 
 
 def fits(rows: int, columns: int, *, paired: bool = False) -> bool:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels.layout import BF16_WORDS, BLOCK, NVFP4_WORDS, ROWS, Tiles
+from pallas_kernels.layout import BF16_WORDS, BLOCK, NVFP4_WORDS, ROWS, Tiles, pad_scale
 
 L2_BYTES = 50 * 2**20  # of the largest part whose timings we keep; rotated weights exceed twice this
 
@@ -102,4 +102,5 @@ def random_tiles(key, lead, rows, columns, *, nvfp4=True, segments=None, paired=
     words = (random_nvfp4_words if nvfp4 else random_bf16_words)(key, tuple(lead), (rows, columns))
     segments = segments or ((rows // 2, rows // 2) if paired else (rows,))
     spread = jax.random.uniform(jax.random.fold_in(key, 1), (*lead, len(segments)), jnp.float32, 0.5, 1.5)
-    return Tiles(words, spread * jnp.float32(columns**-0.5 * (0.2 if nvfp4 else 1.0)), segments, paired)
+    scale = spread * jnp.float32(columns**-0.5 * (0.2 if nvfp4 else 1.0))
+    return Tiles(words, pad_scale(scale) if lead else scale, segments, paired)

@@ -18,17 +18,19 @@ def add_rms_norm(x, weight, layer, *, residual=None, eps):
         raise KernelUnsupported(f"activations of {x.dtype}, weights of {weight.dtype}")
     if columns % (WARPS * 128):
         raise KernelUnsupported(f"{columns} columns are no multiple of {WARPS * 128}")
-    operands = [emit.index_operand(layer), x, weight] + ([] if residual is None else [residual])
-    normed, total = _kernel(tokens, columns, residual is not None, eps)(*operands)
+    (weight,), sliced = emit.slice_layer(layer, weight)
+    operands = ([] if sliced else [emit.index_operand(layer)]) + [x, weight] + ([] if residual is None else [residual])
+    normed, total = _kernel(tokens, columns, residual is not None, eps, sliced)(*operands)
     return normed, (x if residual is None else total)
 
 
 @emit.cached
-def _kernel(tokens: int, columns: int, add: bool, eps: float):
+def _kernel(tokens: int, columns: int, add: bool, eps: float, sliced: bool):
     pieces = columns // (WARPS * 128)  # 8-byte pieces of a row per lane
     stride = WARPS * 256
 
-    def program(index, x, weight, *rest):
+    def program(*addresses):
+        index, x, weight, *rest = [None] * sliced + list(addresses)
         *residual, normed_out, total_out, sums = rest
         lane, token = emit.Lane(), emit.block_index()
 
@@ -39,7 +41,7 @@ def _kernel(tokens: int, columns: int, add: bool, eps: float):
             words = [word for i in range(pieces) for word in emit.load(at, 2, offset=stride * i)]
             return [value for word in words for value in emit.bf16_pair(word)]
 
-        (layer,) = emit.load(index)
+        layer = emit.Int(0) if sliced else emit.load(index)[0]
         values = values_at(row(x))
         if add:
             values = [a + b for a, b in zip(values, values_at(row(residual[0])), strict=True)]

@@ -21,8 +21,12 @@ def router(x, weight, layer, norm):
     if weight.dtype != jnp.bfloat16 or weight.ndim != 3:
         raise KernelUnsupported(f"a router of {weight.dtype}, rank {weight.ndim}")
     add = norm.residual is not None
-    spec = mosaic_router.Spec(tokens, columns, weight.shape[1], add, norm.eps)
-    operands = [emit.index_operand(layer, norm.layer), x, norm.weight, weight] + ([norm.residual] if add else [])
+    (one_weight,), weight_sliced = emit.slice_layer(layer, weight)
+    (one_norm,), norm_sliced = emit.slice_layer(norm.layer, norm.weight)
+    sliced = weight_sliced and norm_sliced
+    spec = mosaic_router.Spec(tokens, columns, weight.shape[1], add, norm.eps, sliced)
+    operands = [x, one_norm, one_weight] if sliced else [emit.index_operand(layer, norm.layer), x, norm.weight, weight]
+    operands += [norm.residual] if add else []
     logits, normed, *residual = mosaic_router.build(spec)(*operands)
     return RouterResult(logits, normed, residual[0] if add else None)
 
@@ -49,6 +53,10 @@ def experts(x, logits, weights, layer, *, active):
     if width != columns or logits.shape != (tokens, count):
         raise ValueError(f"activations {x.shape}, logits {logits.shape}, expert weights {weights.gate_up.shape}")
     (nvfp4,) = kinds
+    arrays = [array for stack in stacks for array in (stack.words, stack.global_scale)]
+    arrays, sliced = emit.slice_layer(layer, *arrays)
+    index = [] if sliced else [emit.index_operand(layer)]
+    gate_up, down_stack, shared_gate_up, shared_down = (arrays[i : i + 2] for i in range(0, 8, 2))
     layout = mosaic_gate_up.Spec(
         tokens=tokens,
         active=active,
@@ -58,17 +66,11 @@ def experts(x, logits, weights, layer, *, active):
         shared_tiles=shared_rows // ROWS,
         nvfp4=nvfp4,
         cores=device.current().cores,
+        sliced=sliced,
+        scales=gate_up[1].shape[-1],
+        shared_scales=shared_gate_up[1].shape[-1],
     )
-    index = emit.index_operand(layer)
-    act, ids, mix = mosaic_gate_up.build(layout)(
-        index,
-        logits,
-        x,
-        weights.gate_up.words,
-        weights.gate_up.global_scale,
-        weights.shared_gate_up.words,
-        weights.shared_gate_up.global_scale,
-    )
+    act, ids, mix = mosaic_gate_up.build(layout)(*index, logits, x, *gate_up, *shared_gate_up)
     down = mosaic_down.Spec(
         tokens=tokens,
         active=active,
@@ -77,17 +79,11 @@ def experts(x, logits, weights, layer, *, active):
         blocks=rows // 2 // 128,
         shared_blocks=shared_rows // 2 // 128,
         nvfp4=nvfp4,
+        sliced=sliced,
+        scales=down_stack[1].shape[-1],
+        shared_scales=shared_down[1].shape[-1],
     )
-    (out,) = mosaic_down.build(down)(
-        index,
-        ids,
-        mix,
-        act,
-        weights.down.words,
-        weights.down.global_scale,
-        weights.shared_down.words,
-        weights.shared_down.global_scale,
-    )
+    (out,) = mosaic_down.build(down)(*index, ids, mix, act, *down_stack, *shared_down)
     return ExpertsResult(out, ids, mix)
 
 

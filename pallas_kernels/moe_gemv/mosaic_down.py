@@ -34,6 +34,9 @@ class Spec:
     blocks: int
     shared_blocks: int
     nvfp4: bool
+    sliced: bool  # the stacks hold one layer, and no index operand says which
+    scales: int  # global scales of an expert as stored, some of them padding
+    shared_scales: int  # of the shared expert
 
     @property
     def alone(self) -> bool:
@@ -63,7 +66,7 @@ class Spec:
 
 @emit.cached
 def build(spec: Spec):
-    """Jitted (index, ids, weights, act, words, scale, shared words, shared scale) -> [out [B, D]]."""
+    """Jitted ([index], ids, weights, act, words, scale, shared words, shared scale) -> [out [B, D]]."""
     if spec.blocks > MAX_BLOCKS:
         raise KernelUnsupported(f"experts of {spec.blocks * 128} columns; at most {MAX_BLOCKS * 128}")
     if not spec.alone and spec.shared_blocks % spec.warps:
@@ -80,13 +83,15 @@ def build(spec: Spec):
     code_scale = emit.CODE_SCALE if spec.nvfp4 else 1.0
     prefetch = spec.nvfp4 and items > warps
 
-    def program(index, ids, mix, act, words, scale, shared_words, shared_scale, out, *areas):
+    def program(*addresses):
+        index, ids, mix, act, *rest = [None] * spec.sliced + list(addresses)
+        words, scale, shared_words, shared_scale, out, *areas = rest
         if spec.alone:
             sums, private = areas
         else:
             sums, private, shared_sums, staged, small = areas
         lane, tile = emit.Lane(), emit.block_index()
-        (layer,) = emit.load(index)
+        layer = emit.Int(0) if spec.sliced else emit.load(index)[0]
         shared_tile = shared_words.index(layer * spec.tiles + tile, shared_bytes)
         if not spec.alone:
             at = shared_tile + lane.warp * (slice_blocks * block_bytes)
@@ -111,8 +116,8 @@ def build(spec: Spec):
         first = token * (spec.active * 4)
         chosen = [emit.load(ids + first, offset=4 * rank)[0] for rank in range(spec.active)]
         weights = [emit.load_float(mix + first, offset=4 * rank)[0] for rank in range(spec.active)]
-        scales = [emit.load_float(scale.index(layer * spec.experts + expert, 4))[0] for expert in chosen]
-        (scale_of_shared,) = emit.load_float(shared_scale.index(layer, 4))
+        scales = [emit.load_float(scale.index(layer * spec.experts + expert, 4 * spec.scales))[0] for expert in chosen]
+        (scale_of_shared,) = emit.load_float(shared_scale.index(layer, 4 * spec.shared_scales))
 
         mine = private + lane.warp * (spec.blocks * 256)
 

@@ -41,6 +41,9 @@ class Spec:
     shared_tiles: int
     nvfp4: bool
     cores: int
+    sliced: bool  # the stacks hold one layer, and no index operand says which
+    scales: int  # global scales of an expert as stored, some of them padding
+    shared_scales: int  # of the shared expert
 
     @property
     def tasks(self) -> int:
@@ -65,7 +68,7 @@ class Spec:
 
 @emit.cached
 def build(spec: Spec):
-    """Jitted (index, logits, x, words, scale, shared words, shared scale) -> [act [B, A*F + S], ids, weights]."""
+    """Jitted ([index], logits, x, words, scale, shared words, shared scale) -> [act [B, A*F + S], ids, weights]."""
     mosaic_select.check(spec.experts, spec.active)
     if spec.blocks % WARPS:
         raise KernelUnsupported(f"{spec.blocks * 128} columns are no multiple of {WARPS * 128}")
@@ -85,10 +88,12 @@ def build(spec: Spec):
     one_sum = WARPS * ROWS * 4  # bytes: the warps' parts of a routed tile
     shared_sum = WARPS * ROWS * columns.count * 4
 
-    def program(index, logits, x, words, scale, shared_words, shared_scale, act, ids_out, mix_out, *areas):
+    def program(*addresses):
+        index, logits, x, words, scale, shared_words, shared_scale, *rest = [None] * spec.sliced + list(addresses)
+        act, ids_out, mix_out, *areas = rest
         chosen, sums, shared_sums, staged, small = areas
         lane, block = emit.Lane(), emit.block_index()
-        (layer,) = emit.load(index)
+        layer = emit.Int(0) if spec.sliced else emit.load(index)[0]
 
         # What does not depend on the routing.
         shared_tiles = [block + i * spec.grid for i in range(shared_each)]
@@ -97,7 +102,7 @@ def build(spec: Spec):
             at = shared_words.index(layer * spec.shared_tiles + tile.minimum(spec.shared_tiles - 1), tile_bytes)
             at = at + lane.warp * slice_bytes
             shared_weights.append(warp.load_slice(lane, at, slice_blocks, nvfp4=spec.nvfp4, single=columns.single))
-        shared_scales = emit.load_float(shared_scale.index(layer, 8), 2)
+        shared_scales = emit.load_float(shared_scale.index(layer, 4 * spec.shared_scales), 2)
 
         _select(spec, lane, block, logits, chosen, ids_out, mix_out)
         emit.barrier()
@@ -118,7 +123,7 @@ def build(spec: Spec):
                 for block_words in warp.load_slice(lane, at, slice_blocks, nvfp4=spec.nvfp4, single=True):
                     flat += block_words
             _, _, expert = place(start + (lane.thread >> 3).minimum(group - 1))
-            return flat + emit.load_float(scale.index(expert, 8), 2)
+            return flat + emit.load_float(scale.index(expert, 4 * spec.scales), 2)
 
         held = request(0)
         stage = warp.Stage(

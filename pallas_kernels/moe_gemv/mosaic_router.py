@@ -32,11 +32,12 @@ class Spec:
     experts: int
     add: bool
     eps: float
+    sliced: bool  # the stacks hold one layer, and no index operand says which
 
 
 @emit.cached
 def build(spec: Spec):
-    """Jitted (index, x, norm weight, router, [residual]) -> [logits, normed, [residual]]."""
+    """Jitted ([index], x, norm weight, router, [residual]) -> [logits, normed, [residual]]."""
     if spec.columns % PIECE or spec.experts % ROWS:
         raise KernelUnsupported(f"{spec.experts} x {spec.columns} router: no multiple of {ROWS} x {PIECE}")
     if spec.tokens * spec.columns > 16 * PIECE:
@@ -47,13 +48,14 @@ def build(spec: Spec):
     pieces = spec.columns // PIECE
     row_bytes = spec.columns * 2
 
-    def program(index, x, norm, router, *rest):
+    def program(*addresses):
+        index, x, norm, router, *rest = [None] * spec.sliced + list(addresses)
         if spec.add:
             residual, logits, normed_out, residual_out, squares, sums = rest
         else:
             logits, normed_out, squares, sums = rest
         lane, block = emit.Lane(), emit.block_index()
-        layer, layer_of_norm = emit.load(index, 2)
+        layer, layer_of_norm = [emit.Int(0), emit.Int(0)] if spec.sliced else emit.load(index, 2)
         mine = lane.thread * 16
 
         def words_of(row, kind=emit.CACHED):

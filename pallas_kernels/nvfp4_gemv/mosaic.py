@@ -40,6 +40,8 @@ class Spec:
     epilogue: str  # "none", "swiglu", "logits"
     normed_out: bool
     warps: int
+    scales_stored: int  # global scales of a layer as stored, some of them padding
+    sliced: bool  # the stacks hold one layer, and no index operand says which
 
     @property
     def columns(self) -> int:
@@ -48,10 +50,6 @@ class Spec:
     @property
     def rows_out(self) -> int:
         return self.tiles * (8 if self.epilogue == "swiglu" else ROWS)
-
-    @property
-    def segments(self) -> int:
-        return 2 if self.paired else len(self.segment_tiles)
 
 
 def warps_for(blocks: int, nvfp4: bool, norm: bool = False) -> int:
@@ -75,10 +73,15 @@ def gemv(x, weight: Tiles, layer, *, norm=None, epilogue="none", normed_out=Fals
         keep = norm.residual is not None
         return result._replace(residual=residual if keep else None, normed=normed if normed_out else None)
     spec = _spec(x, weight, norm, epilogue, normed_out, warps)
-    index = emit.index_operand(layer, 0 if norm is None else norm.layer)
-    operands = [index, x, weight.words, weight.global_scale]
+    (words, scale), sliced = emit.slice_layer(layer, weight.words, weight.global_scale)
+    (norm_weight,), norm_sliced = ((None,), True) if norm is None else emit.slice_layer(norm.layer, norm.weight)
+    if sliced and norm_sliced:
+        spec, operands = dataclasses.replace(spec, sliced=True), [x, words, scale]
+    else:
+        words, scale, norm_weight = weight.words, weight.global_scale, None if norm is None else norm.weight
+        operands = [emit.index_operand(layer, 0 if norm is None else norm.layer), x, words, scale]
     if norm is not None:
-        operands += [norm.weight] + ([] if norm.residual is None else [norm.residual])
+        operands += [norm_weight] + ([] if norm.residual is None else [norm.residual])
     if epilogue == "logits" and weight.nvfp4:
         outputs = iter(stream(spec, device.current().cores)(*operands))
     else:
@@ -119,6 +122,8 @@ def _spec(x, weight: Tiles, norm, epilogue: str, normed_out: bool, warps: int | 
         epilogue=epilogue,
         normed_out=normed_out,
         warps=warps or warps_for(blocks, weight.nvfp4, norm is not None),
+        scales_stored=weight.global_scale.shape[-1],
+        sliced=False,
     )
 
 
@@ -138,7 +143,7 @@ def _outputs(spec: Spec):
 class _Operands:
     """The kernel's references as addresses, by name."""
 
-    index: emit.Address
+    index: emit.Address | None
     x: emit.Address
     words: emit.Address
     scale: emit.Address
@@ -153,7 +158,7 @@ class _Operands:
 def _name_operands(spec: Spec, addresses) -> _Operands:
     at = iter(addresses)
     take = lambda present: next(at) if present else None  # noqa: E731
-    inputs = [next(at) for _ in range(4)]
+    inputs = [take(not spec.sliced), *(next(at) for _ in range(3))]
     norm, residual = take(spec.norm != "none"), take(spec.norm == "add")
     return _Operands(
         *inputs,
@@ -164,6 +169,11 @@ def _name_operands(spec: Spec, addresses) -> _Operands:
         take(spec.norm == "add"),
         take(spec.normed_out),
     )
+
+
+def _layers(ops: _Operands) -> list[emit.Int]:
+    """Where in their stacks the weights and the norm's weights lie."""
+    return [emit.Int(0), emit.Int(0)] if ops.index is None else emit.load(ops.index, 2)
 
 
 def _stage(
@@ -220,7 +230,7 @@ def _segment(spec: Spec, tile: emit.Int) -> emit.Int:
 
 def _global_scale(spec: Spec, ops: _Operands, layer: emit.Int, segment: emit.Int | int) -> emit.Float:
     """The segment's scale, with the factor that the decoded codes lack."""
-    at = ops.scale.index(layer * spec.segments + segment, 4)
+    at = ops.scale.index(layer * spec.scales_stored + segment, 4)
     return emit.load_float(at)[0] * (emit.CODE_SCALE if spec.nvfp4 else 1.0)
 
 
@@ -244,7 +254,7 @@ def split(spec: Spec):
         ops = _name_operands(spec, named)
         lane = emit.Lane()
         tile = emit.block_index()
-        layer, layer_of_norm = emit.load(ops.index, 2)
+        layer, layer_of_norm = _layers(ops)
         at = ops.words.index(layer * spec.tiles + tile, spec.blocks * warp.block_bytes(spec.nvfp4))
         at = at + lane.warp * (blocks * warp.block_bytes(spec.nvfp4))
         weights = warp.load_slice(lane, at, blocks, nvfp4=spec.nvfp4, single=columns.single)
@@ -325,7 +335,7 @@ def stream(spec: Spec, cores: int = 132, warps: int = 8):
         lane = emit.Lane()
         worker = emit.block_index() * warps + lane.warp
         leader = lane.lane.equals(0)
-        layer, layer_of_norm = emit.load(ops.index, 2)
+        layer, layer_of_norm = _layers(ops)
         base = ops.words.index(layer * spec.tiles, spec.blocks * warp.NVFP4_BYTES)
         ring = ring + lane.warp * (RING_UNITS * unit_bytes)
         arrivals = arrivals + lane.warp * (RING_UNITS * 8)

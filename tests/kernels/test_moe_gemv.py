@@ -1,5 +1,6 @@
 """The mixture-of-experts kernels' programs, executed on the CPU, against the reference."""
 
+import dataclasses
 import functools
 
 import jax
@@ -25,7 +26,8 @@ def random_tiles(rng, lead, rows, columns, *, nvfp4, paired) -> layout.Tiles:
         words = (words & 0x807F807F) | 0x3F003F00  # 0.5 to 1 with either sign
     segments = (rows // 2, rows // 2) if paired else (rows,)
     scale = rng.uniform(0.5, 1.5, (*lead, len(segments))) * columns**-0.5 * (0.2 if nvfp4 else 1.4)
-    return layout.Tiles(jnp.asarray(words.view(np.int32)), jnp.asarray(scale, jnp.float32), segments, paired)
+    scale = layout.pad_scale(jnp.asarray(scale, jnp.float32))
+    return layout.Tiles(jnp.asarray(words.view(np.int32)), scale, segments, paired)
 
 
 def expert_weights(seed, nvfp4=True, *, model=D, width=F, shared=S) -> Experts:
@@ -75,6 +77,20 @@ def test_experts(tokens, nvfp4, model):
     expected = reference.experts(x, logits, weights, 1, active=A)
     np.testing.assert_array_equal(np.asarray(actual.ids), np.asarray(expected.ids))
     compare(actual, expected)
+
+
+def test_a_layer_known_only_on_the_device():
+    """The same bits as for a layer known at trace time, whose weights are given to the kernels as slices."""
+    keys = jax.random.split(jax.random.key(8), 5)
+    x, residual = (jax.random.normal(k, (1, WIDE), jnp.bfloat16) for k in keys[:2])
+    router_weight = jax.random.normal(keys[2], (LAYERS, E, WIDE), jnp.bfloat16) * jnp.bfloat16(0.02)
+    norm = Norm(jax.random.normal(keys[3], (5, WIDE), jnp.bfloat16), 4, residual)
+    weights = expert_weights(2, model=WIDE)
+    results = []
+    for layer, norm_layer in ((1, 4), (jnp.int32(1), jnp.int32(4))):
+        routed = emulated(mosaic.router, x, router_weight, layer, dataclasses.replace(norm, layer=norm_layer))
+        results.append((routed, emulated(mosaic.experts, x, routed.logits, weights, layer, active=A)))
+    jax.tree.map(np.testing.assert_array_equal, *results)
 
 
 def test_a_shared_expert_that_does_not_split_into_pieces():
@@ -192,7 +208,7 @@ def test_addresses_beyond_four_gibibytes():
         )
         for name, t in shared.items()
     }
-    actual = emulated(mosaic.experts, x, logits, Experts(**big, **tail), layers - 1, active=1)
+    actual = emulated(mosaic.experts, x, logits, Experts(**big, **tail), jnp.int32(layers - 1), active=1)
     assert actual.ids[0, 0] == count - 1
     small = {name: jax.tree.map(lambda a: a[None], tiles) for name, tiles in chosen.items()}
     expected = reference.experts(x, logits[:, -1:], Experts(**small, **shared), 0, active=1)

@@ -1,5 +1,7 @@
 """The GEMV kernels' programs, executed on the CPU, against the reference."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -38,6 +40,17 @@ def test_plain(tokens, nvfp4):
 @pytest.mark.parametrize("tokens", [1, 3])
 def test_fused_norm_segments_and_second_output(tokens):
     compare(*arguments(96, 1024, tokens, segments=(64, 16, 16), norm="add"), normed_out=True)
+
+
+@pytest.mark.parametrize("epilogue", ["none", "logits"])
+def test_a_layer_known_only_on_the_device(epilogue):
+    """The same bits as for a layer known at trace time, whose weights are given to the kernel as slices."""
+    x, weight, norm = arguments(48, 1024, 1, norm="add")
+    traced = dataclasses.replace(norm, layer=jnp.int32(norm.layer))
+    with emulate.active(), device.assume(TWO_CORES):
+        sliced = mosaic.gemv(x, weight, 2, norm=norm, epilogue=epilogue)
+        indexed = mosaic.gemv(x, weight, jnp.int32(2), norm=traced, epilogue=epilogue)
+    jax.tree.map(np.testing.assert_array_equal, sliced, indexed)
 
 
 def test_norm_without_addition():
