@@ -83,8 +83,10 @@ def _path(args: argparse.Namespace) -> str:
 
 
 def _load(args: argparse.Namespace):
+    from flint_jax import compile_cache
     from flint_jax.lm import load
 
+    compile_cache.enable()
     return load(
         _path(args),
         dtype=args.dtype,

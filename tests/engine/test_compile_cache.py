@@ -1,0 +1,40 @@
+"""The persistent compilation cache: on, elsewhere, off, and a folder that cannot be made."""
+
+import jax
+import pytest
+
+from flint_jax import compile_cache
+
+
+@pytest.fixture(autouse=True)
+def restore():
+    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+    before = {name: getattr(jax.config, name) for name in names}
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+
+
+def test_folder_is_private_and_used(tmp_path, monkeypatch):
+    monkeypatch.setenv(compile_cache.VARIABLE, str(tmp_path / "x"))
+    assert compile_cache.enable() == tmp_path / "x"
+    assert (tmp_path / "x").stat().st_mode & 0o077 == 0
+    assert jax.config.jax_compilation_cache_dir == str(tmp_path / "x")
+
+
+def test_default_is_the_users_cache(tmp_path, monkeypatch):
+    monkeypatch.delenv(compile_cache.VARIABLE, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert compile_cache.enable() == tmp_path / "flint_jax" / "xla"
+
+
+def test_off(monkeypatch):
+    monkeypatch.setenv(compile_cache.VARIABLE, "off")
+    assert compile_cache.enable() is None
+
+
+def test_a_folder_that_cannot_be_made_is_said(tmp_path, monkeypatch, caplog):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv(compile_cache.VARIABLE, str(tmp_path / "file" / "x"))
+    assert compile_cache.enable() is None
+    assert "no compilation cache" in caplog.text
