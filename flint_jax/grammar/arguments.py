@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from typing import Any
 
@@ -84,7 +83,7 @@ def typed_json(raw: str, types: frozenset[str]) -> str:
     """
     readers = [read for name, read in _READERS.items() if name in types]
     if "string" not in types:
-        readers.append(_json)
+        readers.append(json.loads)
     for read in readers:
         try:
             return dumps(read(raw))
@@ -94,7 +93,10 @@ def typed_json(raw: str, types: frozenset[str]) -> str:
 
 
 def dumps(value: Any) -> str:
-    """JSON with literal UTF-8. Half of a surrogate pair, which UTF-8 cannot hold, stays an escape."""
+    """JSON with literal UTF-8. Half of a surrogate pair, which UTF-8 cannot hold, stays an escape.
+
+    Raises ValueError for infinity and NaN, which JSON cannot hold.
+    """
     text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     return _LONE_SURROGATE.sub(lambda m: f"\\u{ord(m[0]):04x}", text)
 
@@ -108,7 +110,7 @@ def _number(raw: str) -> int | float:
     try:
         return int(raw)  # exact, however long
     except ValueError:
-        number = _finite(raw)
+        number = float(raw)
     return int(number) if number.is_integer() and abs(number) < _EXACT else number
 
 
@@ -120,32 +122,17 @@ def _boolean(raw: str) -> bool:
 
 
 def _object(raw: str) -> dict:
-    return _only(dict, _json(raw))
+    return _only(dict, json.loads(raw))
 
 
 def _array(raw: str) -> list:
-    return _only(list, _json(raw))
+    return _only(list, json.loads(raw))
 
 
 def _only(kind: type, value: Any) -> Any:
     if not isinstance(value, kind):
         raise ValueError(value)
     return value
-
-
-def _json(raw: str) -> Any:
-    return json.loads(raw, parse_float=_finite, parse_constant=_no_constant)
-
-
-def _finite(raw: str) -> float:
-    number = float(raw)
-    if not math.isfinite(number):  # JSON has no way to write it
-        raise ValueError(raw)
-    return number
-
-
-def _no_constant(name: str) -> None:
-    raise ValueError(name)
 
 
 _READERS = {

@@ -188,7 +188,6 @@ class Lexer:
             self._held = ""
             self._abandon()
         elif cut:
-            self._held = ""
             self._problem("cut_name", f"a tool call was cut in its name {self._name()!r:.100}")
         else:
             self._keep_as_text("")
@@ -200,16 +199,18 @@ class Lexer:
     def _start_call(self) -> bool:
         """Announce the call if the name is that of a tool."""
         name = self._name()
-        if self._tools is None:
-            tool = Tool(name) if name and len(name.split()) == 1 else None
-        else:
-            tool = self._tools.get(name)
+        tool = self._tool(name)
         if tool is None:
             return False
         self._out.put(CallStart(self.calls, self._new_id(), name))
         self.calls += 1
         self._arguments, self._stray = ArgumentWriter(tool), False
         return True
+
+    def _tool(self, name: str) -> Tool | None:
+        if self._tools is not None:
+            return self._tools.get(name)
+        return Tool(name) if len(name.split()) == 1 else None
 
     def _keep_as_text(self, tag: str) -> None:
         name = self._name()

@@ -46,6 +46,8 @@ INT_OR_STRING = {"anyOf": [{"type": "integer"}, {"oneOf": [{"type": "string"}]}]
         ({"type": "number"}, "-Infinity", '"-Infinity"'),
         ({"type": "number"}, "-0.0", "0"),
         ({"type": "number"}, "9007199254740993", "9007199254740993"),
+        ({"type": "number"}, "9007199254740991.0", "9007199254740991"),
+        ({"type": "number"}, "9007199254740992.0", "9007199254740992.0"),
         ({"type": "boolean"}, "True", "true"),
         ({"type": "boolean"}, "1", "true"),
         ({"type": "boolean"}, " False ", "false"),
@@ -53,11 +55,13 @@ INT_OR_STRING = {"anyOf": [{"type": "integer"}, {"oneOf": [{"type": "string"}]}]
         ({"type": "boolean"}, "yes", '"yes"'),
         ({"type": "boolean"}, "null", "null"),
         ({"type": ["string", "null"]}, "null", "null"),
-        ({"type": ["string", "null"]}, "NULL", "null"),
+        ({"type": ["string", "null"]}, " NULL ", "null"),
+        ({"enum": ["on", None]}, "null", "null"),
         ({"type": ["string", "null"]}, '"q"', r'"\"q\""'),
         ({"type": ["integer", "boolean"]}, "1", "1"),
         ({"type": ["object", "array", "string"]}, "[1]", "[1]"),
         ({"type": ["object", "string"]}, "[1]", '"[1]"'),
+        ({"type": ["object", "string"]}, '{"a": 1}', '{"a": 1}'),
         (INT_OR_STRING, "7", "7"),
         (INT_OR_STRING, "12a", '"12a"'),
         (INT_OR_STRING, "7.5", '"7.5"'),
@@ -79,7 +83,9 @@ INT_OR_STRING = {"anyOf": [{"type": "integer"}, {"oneOf": [{"type": "string"}]}]
         ({"type": "bool"}, "true", "true"),
         ({"type": "dict"}, "{}", "{}"),
         ({"type": "list"}, "[]", "[]"),
-        ({"type": "str"}, "3", '"3"'),
+        ({"type": ["str", "int"]}, "x", '"x"'),
+        ({"type": ["str", "int"]}, '"x"', r'"\"x\""'),
+        ({"type": "Integer"}, "3", "3"),
         ({"$ref": "#/$defs/n"}, "3", '"3"'),
         ({"type": "strnig"}, "3", '"3"'),
         ({}, "3", '"3"'),
@@ -99,6 +105,23 @@ def test_more_digits_than_python_reads_are_a_string():
 def test_types_of_all_branches_are_joined():
     schema = {"type": ["null"], "enum": [1], "allOf": [{"type": "array"}, {"anyOf": [{"oneOf": [{"type": "object"}]}]}]}
     assert schema_types(schema) == {"null", "integer", "array", "object"}
+
+
+@pytest.mark.parametrize(
+    ("value", "name"),
+    [
+        (None, "null"),
+        (True, "boolean"),
+        (1, "integer"),
+        (1.5, "number"),
+        ("a", "string"),
+        ({}, "object"),
+        ([], "array"),
+    ],
+)
+def test_types_of_enum_values(value, name):
+    assert schema_types({"enum": [value]}) == {name}
+    assert schema_types({"enum": [value], "type": "array"}) == {name, "array"}
 
 
 def test_deep_nesting_is_no_error():

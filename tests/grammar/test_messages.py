@@ -67,6 +67,11 @@ def test_white_space_and_text_around_calls(output, expected):
     assert parts(output)[:2] == expected
 
 
+def test_a_problem_names_its_call():
+    message = read("</think>" + call("noargs") + call("bogus") + call("get_weather", city="A")[:-12])
+    assert [(p.kind, p.index) for p in message.problems] == [("unknown_tool", None), ("open_call", 1)]
+
+
 def test_three_calls_of_one_tool_have_their_own_index_and_id():
     message = read("</think>" + "".join(call("get_weather", city=c) for c in ("Oslo", "Quito", "Hanoi")))
     assert [json.loads(c.arguments)["city"] for c in message.calls] == ["Oslo", "Quito", "Hanoi"]
@@ -115,6 +120,7 @@ CITY = "</think><tool_call>get_weather<arg_key>city</arg_key><arg_value>"
             ["missing_value"],
         ),
         ("</think><tool_call>get_weather<arg_key>ok</tool_call>", ["{}"], ["missing_value"]),
+        (CITY[:-24] + CITY[30:] + "A</arg_value></tool_call>", ['{"city": "A"}'], ["missing_value"]),
         # tags without a meaning where they are, and text that belongs nowhere
         (CITY + "<arg_key></think><think></arg_value></tool_call>", ['{"city": "<arg_key></think><think>"}'], []),
         (CITY + "A</arg_value>B</arg_value> C <arg_value></tool_call>", ['{"city": "A"}'], ["stray_text"]),
@@ -166,6 +172,7 @@ def test_after_a_block_that_names_no_tool_all_is_normal_again():
     assert parts(f"r</think><tool_call>bogus<arg_key>{call('noargs')}")[2] == [("noargs", "{}")]
     assert parts(f"r</think>{bogus}<think>s</think>x</think>")[:2] == ("rs", f"{bogus}x")
     assert "'bogus'" in read("r</think>" + bogus).problems[0].message
+    assert "no name" in read("r</think>" + call(" ")).problems[0].message
 
 
 def test_a_name_cut_by_the_length_is_not_shown_but_one_the_model_ended_is():
@@ -192,6 +199,7 @@ class TestRequestLimits:
     def test_no_calls_removes_the_blocks(self):
         output = "r</think>hello " + call("bogus", a="x") + call("noargs") + "\nbye<tool_call>noargs<tool_call>get"
         assert parts(output, calls=Calls.NONE) == ("r", "hello \nbye", [])
+        assert kinds(output, calls=Calls.NONE) == ["dropped_call"] * 4
 
 
 class TestThinkingOff:
