@@ -289,14 +289,18 @@ def _pairs(values: Sequence[emit.Float]) -> list[emit.Int]:
     return [emit.to_bf16_pair(values[i], values[i + 1]) for i in range(0, len(values), 2)]
 
 
+def load_activations(lane: emit.Lane, source: emit.Address, blocks: int) -> list[emit.Int]:
+    """The lane's words of ``blocks`` x 128 activations of one token, for ``stage_slice``."""
+    return [word for b in range(blocks) for word in emit.load(source + lane.lane * 8, 2, offset=256 * b)]
+
+
 def stage_slice(
-    lane: emit.Lane, source: emit.Address, shared: emit.Address, blocks: int, *, nvfp4: bool
+    lane: emit.Lane, words: Sequence[emit.Int], shared: emit.Address, blocks: int, *, nvfp4: bool
 ) -> emit.Float | None:
     """One warp stages one token's ``blocks`` x 128 activations for itself alone; a warp barrier must follow.
 
     Returns the factor that undoes their power of two, None for BF16 weights.
     """
-    words = [word for b in range(blocks) for word in emit.load(source + lane.lane * 8, 2, offset=256 * b)]
     inverse = None
     if nvfp4:
         factor, inverse = power_of_two(emit.warp_maximum(largest_magnitude(words)))

@@ -109,7 +109,15 @@ def build(spec: Spec):
             loaded = warp.load_slice(lane, at, spec.blocks, nvfp4=spec.nvfp4, single=True)
             return [word for block_words in loaded for word in block_words]
 
+        def activations(i: emit.Int | int) -> list:
+            """The activations of the warp's i-th item. Pieces of the shared expert's follow the experts' in a row."""
+            item = (lane.warp + emit.as_int(i) * warps).minimum(items - 1)
+            at = act + (item * (spec.blocks * 256) if spec.tokens == 1 else _pair_offset(spec, item))
+            return warp.load_activations(lane, at, spec.blocks)
+
         held = request(0) if prefetch or items <= warps else []
+        # Before the scales below, which wait for the experts' numbers.
+        early = activations(0) if items <= warps else None
 
         # The finishing thread's (row, token): what it will need besides the sums.
         row, token = lane.thread % ROWS, (lane.thread // ROWS).minimum(spec.tokens - 1)
@@ -124,9 +132,7 @@ def build(spec: Spec):
         def product(i: emit.Int | int, held: list) -> None:
             """The warp's i-th item: 16 sums, without the global scale, into ``sums``."""
             item = (lane.warp + emit.as_int(i) * warps).minimum(items - 1)
-            # Pieces of the shared expert's activations follow the experts' in a token's row.
-            at = act + (item * (spec.blocks * 256) if spec.tokens == 1 else _pair_offset(spec, item))
-            inverse = warp.stage_slice(lane, at, mine, spec.blocks, nvfp4=spec.nvfp4)
+            inverse = warp.stage_slice(lane, early or activations(i), mine, spec.blocks, nvfp4=spec.nvfp4)
             emit.warp_barrier()
             width = len(held) // spec.blocks
             split = [held[b * width : (b + 1) * width] for b in range(spec.blocks)]

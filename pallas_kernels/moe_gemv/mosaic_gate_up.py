@@ -7,6 +7,9 @@ warp needs only its own slice of the activations. The order is made for latency:
     shared weights requested -> logits -> selection -> first routed weights requested -> activations staged
     -> shared product -> routed products, one group requested ahead -> one block barrier a group -> SwiGLU -> store
 
+With one token every warp selects for itself, without a barrier, and requests an expert's weights as soon as it knows
+that expert's number, before it looks for the next one.
+
 Experts that several tokens share are read again from the L2 cache.
 """
 
@@ -104,25 +107,28 @@ def build(spec: Spec):
             shared_weights.append(warp.load_slice(lane, at, slice_blocks, nvfp4=spec.nvfp4, single=columns.single))
         shared_scales = emit.load_float(shared_scale.index(layer, 4 * spec.shared_scales), 2)
 
-        _select(spec, lane, block, logits, chosen, ids_out, mix_out)
-        emit.barrier()
+        choice = (_OneToken if spec.tokens == 1 else _SeveralTokens)(spec, lane, logits, chosen)
 
         def place(i: emit.Int | int):
-            """(token * A + rank, tile, expert's number in the stack) of the block's i-th triple, or of the last one."""
+            """(token * A + rank, tile) of the block's i-th triple, or of the last one."""
             task = (block + emit.as_int(i) * spec.grid).minimum(spec.tasks - 1)
-            pair, tile = task // spec.tiles, task % spec.tiles
-            (expert,) = emit.load(chosen + pair * 4)
-            return pair, tile, layer * spec.experts + expert
+            return task // spec.tiles, task % spec.tiles
+
+        def expert_of(i: emit.Int | int, pair: emit.Int) -> emit.Int:
+            """Its expert's number in the stack."""
+            most = min((i + 1) * spec.grid, spec.tasks) - 1 if isinstance(i, int) else spec.tasks - 1
+            return layer * spec.experts + choice.expert(pair, most // spec.tiles)
 
         def request(start: emit.Int | int) -> list:
             """Words of a group of triples, flat, then the finishing thread's two global scales."""
             flat = []
             for j in range(group):
-                _, tile, expert = place(start + j)
-                at = words.index(expert * spec.tiles + tile, tile_bytes) + lane.warp * slice_bytes
+                pair, tile = place(start + j)
+                at = words.index(expert_of(start + j, pair) * spec.tiles + tile, tile_bytes) + lane.warp * slice_bytes
                 for block_words in warp.load_slice(lane, at, slice_blocks, nvfp4=spec.nvfp4, single=True):
                     flat += block_words
-            _, _, expert = place(start + (lane.thread >> 3).minimum(group - 1))
+            mine = (lane.thread >> 3).minimum(group - 1) + start
+            expert = expert_of(mine, place(mine)[0])
             return flat + emit.load_float(scale.index(expert, 4 * spec.scales), 2)
 
         held = request(0)
@@ -137,6 +143,8 @@ def build(spec: Spec):
             nvfp4=spec.nvfp4,
         )
         stage.plain(x, spec.blocks * 256)
+        with emit.when(block.equals(0)):
+            choice.store(ids_out, mix_out)
         emit.warp_barrier()
         here = staged + lane.warp * (slice_blocks * 256)
 
@@ -149,8 +157,7 @@ def build(spec: Spec):
             area = sums + emit.as_int(parity) * (group * one_sum)
             per_tile = len(flat) // group
             for j in range(group):
-                pair, _, _ = place(start + j)
-                token = pair // spec.active
+                token = place(start + j)[0] // spec.active if spec.tokens > 1 else emit.Int(0)
                 mine = flat[j * per_tile : (j + 1) * per_tile]
                 width = per_tile // slice_blocks
                 weights = [mine[b * width : (b + 1) * width] for b in range(slice_blocks)]
@@ -171,7 +178,7 @@ def build(spec: Spec):
                 gate = _sum_warps(at, 0) * (gate_scale * code_scale)
                 up = _sum_warps(at, 32) * (up_scale * code_scale)
                 sigmoid = emit.reciprocal(emit.exp2(gate * -LOG2E) + 1.0)
-                pair, tile, _ = place(number)
+                pair, tile = place(number)
                 token, rank = pair // spec.active, pair % spec.active
                 offset = (rank * spec.tiles + tile) * 8 + row
                 emit.store_bf16(act + (token * spec.width + offset) * 2, gate * sigmoid * up)
@@ -207,21 +214,62 @@ def build(spec: Spec):
     return emit.kernel(program, name="moe_gate_up", out=out, shared=shared, grid=spec.grid, warps=WARPS)
 
 
-def _select(spec: Spec, lane, block, logits, chosen, ids_out, mix_out) -> None:
-    """Warp w selects for tokens w, w + 8, ...; ids go to shared memory, and block 0 writes ids and weights out."""
-    leader = lane.lane.equals(0)
-    for start in range(0, spec.tokens, WARPS):
-        token = lane.warp + start
-        with emit.when(token < spec.tokens):
-            ids, mix = mosaic_select.select(lane, logits + token * (spec.experts * 2), spec.experts, spec.active)
-            first = token * (spec.active * 4)
-            with emit.when(leader):
-                for rank, expert in enumerate(ids):
-                    emit.store(chosen + first, expert, offset=4 * rank)
-            with emit.when(emit.both(leader, block.equals(0))):
-                for rank, (expert, weight) in enumerate(zip(ids, mix, strict=True)):
-                    emit.store(ids_out + first, expert, offset=4 * rank)
-                    emit.store_float(mix_out + first, weight, offset=4 * rank)
+class _OneToken:
+    """Every warp selects for itself; an expert is looked for when first asked for."""
+
+    def __init__(self, spec: Spec, lane, logits, chosen):
+        self.spec, self.lane = spec, lane
+        self.keys, self.best = mosaic_select.keys_of(lane, logits, spec.experts), []
+
+    def expert(self, pair: emit.Int, most: int) -> emit.Int:
+        """The expert of ``pair``, which is at most ``most``."""
+        while len(self.best) <= most:
+            top, self.keys = mosaic_select.take_best(self.keys)
+            self.best.append(top)
+        key = self.best[0]
+        for rank in range(1, most + 1):
+            key = emit.select(pair.equals(rank), self.best[rank], key)
+        return mosaic_select.expert_of(key)
+
+    def store(self, ids_out: emit.Address, mix_out: emit.Address) -> None:
+        """Write ids and weights; called by one block."""
+        with emit.when(self.lane.thread.equals(0)):
+            _store_choice(self.best, ids_out, mix_out)
+
+
+class _SeveralTokens:
+    """Warp w selects for tokens w, w + 8, ...; the experts' numbers go through shared memory."""
+
+    def __init__(self, spec: Spec, lane, logits, chosen):
+        self.spec, self.lane, self.chosen, self.best = spec, lane, chosen, []
+        for start in range(0, spec.tokens, WARPS):
+            token = (lane.warp + start).minimum(spec.tokens - 1)
+            best = mosaic_select.select(lane, logits + token * (spec.experts * 2), spec.experts, spec.active)
+            self.best.append(best)
+            with emit.when(self._mine(start)):
+                for rank, key in enumerate(best):
+                    emit.store(chosen + token * (spec.active * 4), mosaic_select.expert_of(key), offset=4 * rank)
+        emit.barrier()
+
+    def _mine(self, start: int):
+        return emit.both(self.lane.lane.equals(0), self.lane.warp + start < self.spec.tokens)
+
+    def expert(self, pair: emit.Int, most: int) -> emit.Int:
+        """The expert of ``pair``."""
+        return emit.load(self.chosen + pair * 4)[0]
+
+    def store(self, ids_out: emit.Address, mix_out: emit.Address) -> None:
+        """Write ids and weights; called by one block."""
+        for i, best in enumerate(self.best):
+            first = (self.lane.warp + i * WARPS) * (self.spec.active * 4)
+            with emit.when(self._mine(i * WARPS)):
+                _store_choice(best, ids_out + first, mix_out + first)
+
+
+def _store_choice(best, ids_out: emit.Address, mix_out: emit.Address) -> None:
+    for rank, (key, weight) in enumerate(zip(best, mosaic_select.weights_of(best), strict=True)):
+        emit.store(ids_out, mosaic_select.expert_of(key), offset=4 * rank)
+        emit.store_float(mix_out, weight, offset=4 * rank)
 
 
 def _sum_warps(at: emit.Address, offset: int) -> emit.Float:

@@ -1,7 +1,7 @@
 """One warp picks a token's best experts from its logits and computes their weights.
 
 Every block of the gate/up kernel does this again: reading 512 bytes and six rounds of a warp maximum cost less than a
-kernel of their own.
+kernel of their own. The weights, twelve divisions, are not needed to request an expert and are left for later.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ def check(experts: int, active: int) -> None:
         raise KernelUnsupported(f"{active} of {experts} experts; needs a multiple of 64 and at most 32 active ones")
 
 
-def select(lane: emit.Lane, logits: emit.Address, experts: int, active: int) -> tuple[list, list]:
-    """(ids, weights) of one token, best first, the same in all lanes. logits: its bfloat16 row.
+def keys_of(lane: emit.Lane, logits: emit.Address, experts: int) -> list[emit.Int]:
+    """The lane's keys of one token. logits: its bfloat16 row.
 
     A key is the logit's bits in ascending order above the complement of the expert's number, so that one unsigned
     maximum gives the largest logit and, among equals, the lowest number.
@@ -33,16 +33,38 @@ def select(lane: emit.Lane, logits: emit.Address, experts: int, active: int) -> 
         bits = words[j // 2] & 0xFFFF0000 if j % 2 else words[j // 2] << 16
         ordered = bits ^ emit.select(bits >= 0x80000000, 0xFFFF0000, 0x80000000)
         keys.append(ordered | (0xFFFF - j - lane.lane * per_lane))
-    ids, scores = [], []
-    for _ in range(active):
-        best = keys[0]
-        for key in keys[1:]:
-            best = best.maximum(key)
-        best = emit.warp_maximum(best)
-        keys = [emit.select(key.equals(best), 0, key) for key in keys]
-        ids.append(0xFFFF - (best & 0xFFFF))
-        ordered = best & 0xFFFF0000
+    return keys
+
+
+def take_best(keys: list[emit.Int]) -> tuple[emit.Int, list[emit.Int]]:
+    """The warp's largest key, in all lanes, and the keys without it."""
+    level = keys
+    while len(level) > 1:  # a tree: the maxima of a level do not wait for each other
+        level = [level[i].maximum(level[i + 1]) for i in range(0, len(level) - 1, 2)] + level[len(level) // 2 * 2 :]
+    best = emit.warp_maximum(level[0])
+    return best, [emit.select(key.equals(best), 0, key) for key in keys]
+
+
+def expert_of(key: emit.Int) -> emit.Int:
+    """The expert's number."""
+    return 0xFFFF - (key & 0xFFFF)
+
+
+def weights_of(best: list[emit.Int]) -> list[emit.Float]:
+    """The weights of the experts with these keys: sigmoids over their sum, rounded to bfloat16."""
+    scores = []
+    for key in best:
+        ordered = key & 0xFFFF0000
         logit = (ordered ^ emit.select(ordered >= 0x80000000, 0x80000000, 0xFFFF0000)).bits_as_float()
         scores.append(emit.divide(1.0, emit.exp2(logit * -LOG2E) + 1.0))
     total = sum(scores[1:], scores[0]) + 1e-20
-    return ids, [emit.round_bf16(emit.divide(score, total)) for score in scores]
+    return [emit.round_bf16(emit.divide(score, total)) for score in scores]
+
+
+def select(lane: emit.Lane, logits: emit.Address, experts: int, active: int) -> list[emit.Int]:
+    """The keys of one token's ``active`` experts, best first, the same in all lanes."""
+    keys, best = keys_of(lane, logits, experts), []
+    for _ in range(active):
+        top, keys = take_best(keys)
+        best.append(top)
+    return best

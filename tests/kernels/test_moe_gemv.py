@@ -113,7 +113,8 @@ def selected(logits, active):
     def program(logits, ids, mix, shared):
         lane = emit.Lane()
         with emit.when(lane.warp < tokens):
-            chosen, weights = mosaic_select.select(lane, logits + lane.warp * (count * 2), count, active)
+            best = mosaic_select.select(lane, logits + lane.warp * (count * 2), count, active)
+            chosen, weights = [mosaic_select.expert_of(key) for key in best], mosaic_select.weights_of(best)
             with emit.when(lane.lane.equals(0)):
                 for rank in range(active):
                     at = lane.warp * (active * 4)
