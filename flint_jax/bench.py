@@ -154,6 +154,7 @@ def _decode_rows(args, model: Flint, batch: int, context: int, weight_format: st
     floor = 1e3 * step_bytes(model.config, batch=batch, context=context, weight_format=weight_format).total / rate
     for setting in ("", *args.xla):
         options = dict(pair.split("=", 1) for pair in setting.split(",") if pair)
+        options = {k: {"true": True, "false": False}.get(v, v) for k, v in options.items()}
         begin = time.perf_counter()
         steps._compiled[key] = lowered.compile(compiler_options=options)
         row = {"format": weight_format, "batch": batch, "context": context, "xla": setting, "floor_ms": floor}

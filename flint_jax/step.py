@@ -173,7 +173,7 @@ class Steps:
         # With kernels there is a second decode step that samples without sorting the vocabulary.
         self.kernels = decode.supported(model)
         self._decode = {
-            fast: jax.jit(_bind(_decode, merge, fast=fast), donate_argnums=(1, 2))
+            fast: jax.jit(_bind(_decode, merge, fast=fast), donate_argnums=(1, 2), keep_unused=True)
             for fast in ((False, True) if self.kernels else (False,))
         }
         self._peek = jax.jit(_peek)

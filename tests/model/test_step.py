@@ -50,8 +50,10 @@ def test_no_compilation_after_compile(steps):
 
 def test_state_is_donated(steps):
     before = jax.tree.leaves(steps.state)
-    steps.decode([0])
+    _, logits = steps.decode([0])
     assert all(leaf.is_deleted() for leaf in before)
+    steps.decode([0])
+    assert logits.is_deleted()
 
 
 @pytest.mark.parametrize("kind", ["decode", "prefill"])
@@ -59,7 +61,9 @@ def test_cache_is_updated_in_place(steps, kind):
     compiled = steps._compiled[kind, 2 if kind == "decode" else 16]
     cache = sum(leaf.nbytes for leaf in cache_leaves(steps.state))
     memory = compiled.memory_analysis()
-    assert memory.alias_size_in_bytes >= cache
+    # The logits keep their place too: one buffer that moves has XLA update the captured graph, 1.1 ms a step.
+    logits = 2 * steps.config.vocab_size * 4 if kind == "decode" else 0
+    assert memory.alias_size_in_bytes >= cache + logits
     shapes = {",".join(map(str, leaf.shape)) for leaf in cache_leaves(steps.state)}
     copies = re.findall(r"= \w+\[([\d,]+)\][^ ]* copy\(", compiled.as_text())
     assert not shapes & set(copies)
