@@ -14,7 +14,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import device, emit, warp
+from pallas_kernels import device, emit, tuned, warp
 from pallas_kernels.add_rms_norm.mosaic import add_rms_norm
 from pallas_kernels.dispatch import KernelUnsupported
 from pallas_kernels.layout import ROWS, Tiles
@@ -110,6 +110,13 @@ def _spec(x, weight: Tiles, norm, epilogue: str, normed_out: bool, warps: int | 
     if any(n % ROWS for n in weight.segments):
         raise KernelUnsupported(f"segments {weight.segments} are no multiples of {ROWS}")
     blocks = columns // 128
+    if warps is None:
+        key = f"{rows}x{columns} m{tokens} {'nvfp4' if weight.nvfp4 else 'bf16'}{' norm' if norm is not None else ''}"
+        rule = {"warps": warps_for(blocks, weight.nvfp4, norm is not None)}
+        streamed = epilogue == "logits" and weight.nvfp4  # has no choice
+        warps = rule["warps"] if streamed else tuned.lookup("nvfp4_gemv", key, rule)["warps"]
+    if blocks % warps or warps % 4 or warps > 16:
+        raise ValueError(f"{warps} warps for {blocks} blocks of columns: expected 4, 8, 12 or 16, a divisor")
     return Spec(
         tiles=rows // ROWS,
         blocks=blocks,
@@ -121,7 +128,7 @@ def _spec(x, weight: Tiles, norm, epilogue: str, normed_out: bool, warps: int | 
         eps=0.0 if norm is None else norm.eps,
         epilogue=epilogue,
         normed_out=normed_out,
-        warps=warps or warps_for(blocks, weight.nvfp4, norm is not None),
+        warps=warps,
         scales_stored=weight.global_scale.shape[-1],
         sliced=False,
     )

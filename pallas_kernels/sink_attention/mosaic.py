@@ -16,7 +16,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import device, emit
+from pallas_kernels import device, emit, tuned
 from pallas_kernels.dispatch import KernelUnsupported
 from pallas_kernels.qk_norm_rope_write import warp as heads
 from pallas_kernels.sink_attention import tile
@@ -183,15 +183,24 @@ def window_splits(rows: int, kv_heads: int, cores: int) -> int:
     return next((s for s in (8, 4, 2) if s * rows * kv_heads <= cores), 1)
 
 
+def window_rule(rows: int, kv_heads: int, cores: int, splits: int | None = None) -> dict[str, int]:
+    """Options of ``attend_ring`` where nothing was measured; 8 warps while a block has a core to itself."""
+    splits = splits or window_splits(rows, kv_heads, cores)
+    return {"splits": splits, "warps": 8 if rows * kv_heads * splits <= cores else 4, "stages": 3}
+
+
 def attend_ring(qkv, weights, k_ring, v_ring, layer, slots, start, *, window, splits=None, warps=None, stages=None):
     """See ``api.attend_ring``."""
     kv_heads = _check(qkv, weights, k_ring, slots)
     ring = k_ring.shape[3]
     rows, cores = qkv.shape[0], device.current().cores
-    if splits is None:
-        splits = window_splits(rows, kv_heads, cores)
-    if warps is None:
-        warps = 8 if rows * kv_heads * splits <= cores else 4
+    given = {"splits": splits, "warps": warps, "stages": stages}
+    config = window_rule(rows, kv_heads, cores, splits) | {k: v for k, v in given.items() if v is not None}
+    if all(value is None for value in given.values()):
+        config = tuned.lookup("attend_ring", f"window{window} k{kv_heads} b{rows}", config)
+    splits, warps, stages = config["splits"], config["warps"], config["stages"]
+    if splits not in (1, 2, 4, 8):
+        raise ValueError(f"{splits} splits: expected 1, 2, 4 or 8")
     spec = Window(
         rows=rows,
         kv_heads=kv_heads,
@@ -199,7 +208,7 @@ def attend_ring(qkv, weights, k_ring, v_ring, layer, slots, start, *, window, sp
         eps=weights.eps,
         positions=0 if weights.rope is None else weights.rope.shape[0],
         warps=warps,
-        stages=stages or 3,
+        stages=stages,
         window=window,
         ring=ring,
         splits=splits,
@@ -341,12 +350,19 @@ def _window(spec: Window):
 # -- full layers ---------------------------------------------------------------------------------------------------
 
 
-def attend_pages(qkv, weights, k_pages, v_pages, layer, tables, slots, start, *, warps=8, stages=3, blocks_per_core=1):
-    """See ``api.attend_pages``."""
+PAGES_RULE = {"warps": 8, "stages": 3, "blocks_per_core": 1}
+
+
+def attend_pages(qkv, weights, k_pages, v_pages, layer, tables, slots, start, **options):
+    """See ``api.attend_pages``. options: of ``PAGES_RULE``, instead of what was measured."""
     kv_heads = _check(qkv, weights, k_pages, slots)
+    config = PAGES_RULE | options if options else tuned.lookup("attend_pages", f"k{kv_heads} b{len(qkv)}", PAGES_RULE)
+    warps, stages, blocks_per_core = (config[name] for name in PAGES_RULE)
     page = k_pages.shape[3]
     if page % tile.KEYS or page & (page - 1):
         raise KernelUnsupported(f"pages of {page} tokens")
+    if stages < 2:
+        raise ValueError(f"{stages} stages: expected 2 or more")
     _check_block(warps, stages)
     spec = Pages(
         rows=qkv.shape[0],
