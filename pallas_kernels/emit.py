@@ -260,6 +260,9 @@ def index_operand(*indices) -> jax.Array:
     return jnp.stack([jnp.asarray(i, jnp.int32) for i in (*indices, -1, -1)])
 
 
+# Off: a sliced operand makes each launch a dynamic-slice fusion, and the host then needs 1.99 ms for a step of 324
+# launches instead of 1.27 (H200, jax 0.11.2, one run of both), while the kernels gain 0.03 ms together.
+SLICES = False
 SLICE_BYTES = 256  # XLA passes a slice to a kernel as an address, without a copy, when it begins at a multiple of these
 
 
@@ -267,12 +270,12 @@ def slice_layer(layer, *stacks):
     """(the stacks cut down to ``layer``, True) when that costs nothing, else (the stacks as they are, False).
 
     A kernel that reads its layer's number from memory cannot request a weight before that trip to memory is over, 0.5
-    us; one that gets the layer's own address can. Free are whole stacks of one, and slices at a number known at trace
-    time whose size is a multiple of 256 bytes.
+    us; one that gets the layer's own address can. Free are whole stacks of one and, with SLICES on, slices at a number
+    known at trace time whose size is a multiple of 256 bytes.
     """
     if all(stack.shape[0] == 1 for stack in stacks):
         return stacks, True
-    if not isinstance(layer, int) or any(stack.nbytes // stack.shape[0] % SLICE_BYTES for stack in stacks):
+    if not SLICES or not isinstance(layer, int) or any(stack.nbytes // stack.shape[0] % SLICE_BYTES for stack in stacks):
         return stacks, False
     return tuple(stack if stack.shape[0] == 1 else stack[layer : layer + 1] for stack in stacks), True
 

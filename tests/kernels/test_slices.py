@@ -1,4 +1,4 @@
-"""A layer's weights reach a kernel as an address: XLA must make no copy of a slice and no kernel beside ours."""
+"""With ``emit.SLICES``, a layer's weights reach a kernel as an address: no copy of a slice, no kernel beside ours."""
 
 import os
 import re
@@ -11,10 +11,12 @@ from pallas_kernels import aot
 
 PROGRAM = """
 import jax, jax.numpy as jnp
-from pallas_kernels import aot
+from pallas_kernels import aot, emit
 from pallas_kernels.moe_gemv import cases, experts, router
 from pallas_kernels.nvfp4_gemv import Norm, gemv
 from pallas_kernels.testing import random_tiles
+
+emit.SLICES = True
 
 def chain(x, residual, norm, qkv, gate, weights):
     for layer in range(3):
