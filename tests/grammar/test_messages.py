@@ -38,6 +38,7 @@ HARD = '東京 🗼 "quoted" \\ back\nnl'
         ),
         ("abc</think>def</think>ghi", ("abc", "defghi", [])),
         ("abc</thi", ("abc</thi", None, [])),
+        ("a<</think><b</<tool_call>noargs</tool_call>", ("a<", "<b</", [("noargs", "{}")])),
         ("all of it is thought", ("all of it is thought", None, [])),
         ("", (None, None, [])),
         ("</think>", (None, None, [])),
