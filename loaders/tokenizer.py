@@ -255,6 +255,13 @@ class Tokenizer:
         )
 
     @classmethod
+    def of_bytes(cls) -> Tokenizer:
+        """One token a byte, and a template that writes "role: content" lines. Nothing a model was trained on."""
+        strings = [char for char, _ in sorted(byte_alphabet().items(), key=lambda item: item[1])]
+        full, plain = _build(strings, [_NORMAL] * 256, [], {}, set(), (), False)
+        return cls(full, plain, strings=strings, added_tokens={}, special_ids=(), chat_template=_BYTES_TEMPLATE)
+
+    @classmethod
     def from_gguf(cls, meta: Mapping[str, Any]) -> Tokenizer:
         """From GGUF metadata (``tokenizer.*`` keys; arrays as lists or numpy). Raises TokenizerError."""
 
@@ -431,11 +438,22 @@ def _folder_template(folder: Path, config: dict) -> str | None:
     return template
 
 
+BYTES = (
+    "bytes"  # given instead of a path: ids 0 to 255 are the bytes of UTF-8 text, for checkpoints without a tokenizer
+)
+_BYTES_TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """Tokenizer of a .gguf, of a folder with tokenizer.json, or of one with a .gguf. Raises TokenizerError."""
+    """Tokenizer of a .gguf, of a folder with tokenizer.json or a .gguf, or "bytes". Raises TokenizerError."""
     from loaders import gguf  # imported late: a folder needs no reader of weights
 
     path = Path(path)
+    if str(path) == BYTES and not path.exists():
+        return Tokenizer.of_bytes()
     if path.is_dir() and (path / "tokenizer.json").is_file():
         return Tokenizer.from_folder(path)
     if path.name == "tokenizer.json":

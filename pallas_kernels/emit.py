@@ -275,7 +275,8 @@ def slice_layer(layer, *stacks):
     """
     if all(stack.shape[0] == 1 for stack in stacks):
         return stacks, True
-    if not SLICES or not isinstance(layer, int) or any(stack.nbytes // stack.shape[0] % SLICE_BYTES for stack in stacks):
+    aligned = all(stack.nbytes // stack.shape[0] % SLICE_BYTES == 0 for stack in stacks)
+    if not (SLICES and aligned and isinstance(layer, int)):
         return stacks, False
     return tuple(stack if stack.shape[0] == 1 else stack[layer : layer + 1] for stack in stacks), True
 

@@ -85,7 +85,10 @@ def load(settings: ModelSettings, progress: Callable[[str], None]) -> ServedMode
         tokenizer=settings.tokenizer,
     )
     if lm.tokenizer is None:
-        raise StartError(f"{settings.model} has no tokenizer; give a folder that has one with --tokenizer")
+        raise StartError(
+            f"{settings.model} has no tokenizer; give a folder that has one with --tokenizer, or --tokenizer bytes for "
+            "one token a byte"
+        )
     source = settings.chat_template or lm.chat_template
     template = ChatTemplate.from_tokenizer(lm.tokenizer, source) if source else None
     generation = dict(lm.generation) if settings.use_generation_config else _NEUTRAL

@@ -265,3 +265,17 @@ def test_load_tokenizer_takes_folders_and_files(folder, tmp_path_factory):
     for missing in (tmp_path_factory.mktemp("empty"), folder / "none.gguf"):
         with pytest.raises(TokenizerError, match=re.escape(str(missing))):
             load_tokenizer(missing)
+
+
+def test_bytes_for_checkpoints_without_a_tokenizer(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tok = load_tokenizer("bytes")
+    text = "a\nö 北 😀\0"
+    assert tok.encode(text) == list(text.encode())
+    assert tok.decode(list(text.encode())) == text
+    assert [tok.token_bytes(i) for i in range(256)] == [bytes([i]) for i in range(256)]
+    assert tok.token_bytes(300) == b""
+    assert "assistant: " in tok.chat_template
+    (tmp_path / "bytes").mkdir()  # a folder of that name is a folder
+    with pytest.raises(TokenizerError, match="neither"):
+        load_tokenizer("bytes")

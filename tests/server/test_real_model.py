@@ -157,11 +157,12 @@ def test_embedded_model(tmp_path):
     assert "Traceback" not in printed
 
 
-def check_golden_server(folder: Path, name: str, path: Path) -> None:
-    server = ServePy(folder, "--model", str(path), "--served-model-name", "my-flint", *EXACT)
+def check_golden_server(folder: Path, name: str, path: Path, tokenizer: str | None = None) -> None:
+    flags = [] if tokenizer is None else ["--tokenizer", tokenizer]
+    server = ServePy(folder, "--model", str(path), "--served-model-name", "my-flint", *EXACT, *flags)
     assert server.model == "my-flint"
     check_clients(server)
-    check_goldens(server, name, load_tokenizer(path))
+    check_goldens(server, name, load_tokenizer(tokenizer or path))
     code, printed = server.stop()
     assert code == 0
     assert "Traceback" not in printed
@@ -169,6 +170,10 @@ def check_golden_server(folder: Path, name: str, path: Path) -> None:
 
 def test_golden_folder(tmp_path):
     check_golden_server(tmp_path, "T2", GOLDENS / "T2")
+
+
+def test_golden_folder_without_a_tokenizer(tmp_path):
+    check_golden_server(tmp_path, "T1", GOLDENS / "T1", tokenizer="bytes")
 
 
 def test_golden_gguf_alone(tmp_path):
