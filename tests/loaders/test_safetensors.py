@@ -26,10 +26,10 @@ def entry(shape, start, stop, dtype="F32"):
 
 
 def error(path) -> str:
-    began = time.perf_counter()
+    began = time.process_time()
     with pytest.raises(CheckpointError) as caught:
         safetensors.open_safetensors(path)
-    assert time.perf_counter() - began < 1
+    assert time.process_time() - began < 1
     return str(caught.value)
 
 
@@ -98,13 +98,13 @@ def test_headers_broken_at_random(tmp_path):
             at = rng.randrange(header) if rng.random() < 0.8 else rng.randrange(8)
             data[at] = rng.choice([0, 0x22, 0x2C, 0x39, 0x5B, 0x7B, 0xFF, rng.randrange(256)])
         path.write_bytes(data)
-        once = time.perf_counter()
+        once = time.process_time()
         try:
             for tensor in safetensors.open_safetensors(path).tensors.values():
                 tensor.array().ravel()[-1:].tobytes()
         except CheckpointError:
             refused += 1
-        slowest = max(slowest, time.perf_counter() - once)
+        slowest = max(slowest, time.process_time() - once)
     assert refused > 250
     assert slowest < 1
 

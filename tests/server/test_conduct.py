@@ -244,15 +244,3 @@ def test_tokenize_and_back(server):
 def test_tokenize_messages_as_the_chat_route_does(server):
     server.chat()
     assert server.post("/tokenize", HI).json()["tokens"] == list(server.engine.submitted[0].prompt)
-
-
-# -- cost --------------------------------------------------------------------------------------------------------------
-
-
-def test_overhead_per_token_is_small(server):
-    """About 60 µs on the machine this was written on, client included; the bound leaves room for slow ones."""
-    server.says("a" * 240)
-    server.chat(stream=True)
-    started = time.monotonic()
-    server.chat(stream=True, max_tokens=240)
-    assert (time.monotonic() - started) / 240 < 0.005

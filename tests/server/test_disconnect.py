@@ -10,7 +10,7 @@ import pytest
 from tests.server.fake_engine import Script
 from tests.server.harness import tokenizer, wait_until
 
-SOON = 1.0  # seconds in which a slot must be free again
+SOON = 10.0  # seconds; a busy machine needs one or two, a request that was not aborted never ends
 ROUTES = [
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}),
     ("/v1/completions", {"prompt": "hi"}),
@@ -103,7 +103,7 @@ def test_a_slow_reader_does_not_slow_the_others(server):
     wait_until(server.engine.idle)
     started = time.monotonic()
     assert server.chat(max_tokens=3).is_success
-    assert time.monotonic() - started < 1
+    assert time.monotonic() - started < SOON
     answer = b""
     while not answer.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n"):
         answer += slow.socket.recv(1 << 20)
