@@ -1,7 +1,6 @@
 """How the server behaves around requests: loading, keys, origins, silence, a full queue, a dead engine, tokenising."""
 
 import threading
-import time
 
 import httpx
 import openai
