@@ -83,10 +83,11 @@ def _path(args: argparse.Namespace) -> str:
 
 
 def _load(args: argparse.Namespace):
-    from flint_jax import compile_cache
+    from flint_jax import compile_cache, memory
     from flint_jax.lm import load
 
     compile_cache.enable()
+    memory.bound_transfer_buffers()
     return load(
         _path(args),
         dtype=args.dtype,
@@ -158,8 +159,9 @@ def _chat(args: argparse.Namespace) -> int:
 
 
 def _bench(args: argparse.Namespace) -> int:
-    from flint_jax import bench
+    from flint_jax import bench, memory
 
+    memory.bound_transfer_buffers()
     return bench.main(args.rest)
 
 

@@ -324,9 +324,6 @@ def load(
     """
     import loaders  # the layer of checkpoint formats; the model itself never knows one
 
-    # Pinned buffers for transfers to a GPU come from a pool that doubles as it grows, to 4 GB of host memory during a
-    # load; pieces are 32 MiB. Read when JAX first sees the GPU, so this does nothing if that was before.
-    os.environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "2")
     rules = Numerics(numerics, dtype)
     if kernels not in KERNELS:
         raise RequestError(f"kernels = {kernels!r}: need one of {', '.join(KERNELS)}", param="kernels")

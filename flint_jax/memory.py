@@ -19,6 +19,15 @@ HOST_SHARE = 0.25  # of free host memory, when the host is the device
 SAMPLING_BYTES = 9  # a slot's sampling state per vocabulary entry: bool, int32, float32
 
 
+def bound_transfer_buffers() -> None:
+    """For a process of our own, before JAX sees the GPU: bound the pinned buffers of transfers to 2 GiB.
+
+    Their pool doubles as it grows (a full-size load was seen at 4.9 GiB of host memory, with pieces of 32 MiB). Not for
+    a library: with the bound, one transfer of more than that fails. XLA's own variable, if set, wins.
+    """
+    os.environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "2")
+
+
 @dataclasses.dataclass(frozen=True)
 class MemoryPlan:
     """Sizes of the compiled steps and the bytes behind them."""

@@ -69,12 +69,13 @@ def check_path(model: ModelSettings) -> None:
 def load(settings: ModelSettings, progress: Callable[[str], None]) -> ServedModel:
     """Load, compile and start the engine. Raises FlintError or StartError with a message for the user."""
     progress("importing jax")
-    from flint_jax import compile_cache, sampling
+    from flint_jax import compile_cache, memory, sampling
     from flint_jax import lm as loading
     from flint_jax.chat import ChatTemplate
     from loaders.synthetic import embedded_checkpoint
 
     compile_cache.enable()
+    memory.bound_transfer_buffers()
     progress("loading weights")
     lm = loading.load(
         settings.model or embedded_checkpoint(),

@@ -38,3 +38,17 @@ def test_a_folder_that_cannot_be_made_is_said(tmp_path, monkeypatch, caplog):
     monkeypatch.setenv(compile_cache.VARIABLE, str(tmp_path / "file" / "x"))
     assert compile_cache.enable() is None
     assert "no compilation cache" in caplog.text
+
+
+def test_pinned_memory_is_bounded_unless_the_user_says(monkeypatch):
+    import os
+
+    from flint_jax.memory import bound_transfer_buffers
+
+    name = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
+    monkeypatch.delenv(name, raising=False)
+    bound_transfer_buffers()
+    assert os.environ[name] == "2"
+    monkeypatch.setenv(name, "16")
+    bound_transfer_buffers()
+    assert os.environ[name] == "16"
