@@ -69,7 +69,7 @@ def assert_same(out, want):
 @pytest.mark.parametrize("name", ["T1", "T2-nvfp4"])
 @pytest.mark.parametrize(
     "chunks",
-    [(64,), (1,), (16,), (7, 33, 2), (64, 1, 40, 16), (200,), (1, 170, 40)],
+    [(64,), (1,), (16,), (7, 33, 2), (64, 1, 40, 16), (200,), (1, 170, 40), (70,)],
     ids=lambda c: "-".join(map(str, c)),
 )
 def test_any_chunking_gives_the_whole_sequence(name, chunks):
