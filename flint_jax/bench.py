@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import collections
-import dataclasses
 import datetime
 import json
 import statistics
@@ -240,7 +239,7 @@ def _last_state(steps: Steps, cache, positions, model: Flint, batch: int):
     from flint_jax import sampling
     from flint_jax.step import State
 
-    empty = State(
+    return State(
         cache=cache,
         sampling=sampling.SlotSampling.empty(batch, model.config.vocab_size),
         token=jnp.arange(batch, dtype=jnp.int32),
@@ -248,7 +247,6 @@ def _last_state(steps: Steps, cache, positions, model: Flint, batch: int):
         limit=jnp.full((batch,), 2**30, jnp.int32),
         active=jnp.ones((batch,), bool),
     )
-    return dataclasses.replace(empty)
 
 
 # -- load ------------------------------------------------------------------------------------------------------------
