@@ -7,6 +7,7 @@ import collections
 import datetime
 import json
 import statistics
+import threading
 import time
 from collections.abc import Sequence
 
@@ -41,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     decode.set_defaults(run=_decode)
     load = commands.add_parser("load", help="load a checkpoint, then generate 64 tokens")
     load.add_argument("model")
-    load.add_argument("--tokens", type=int, default=64)
+    load.add_argument("--tokens", type=int, default=64, help="0: load only")
     load.add_argument("--kernels", default="auto", choices=("auto", "xla", "pallas"))
     load.set_defaults(run=_load)
     args = parser.parse_args(argv)
@@ -256,11 +257,16 @@ def _load(args: argparse.Namespace) -> list[dict]:
     from flint_jax import SamplingParams, load
 
     begin = time.perf_counter()
-    lm = load(args.model, kernels=args.kernels)
+    with _AnonymousMemory() as memory:
+        lm = load(args.model, kernels=args.kernels)
     loaded = time.perf_counter() - begin
+    print(f"load {loaded:.1f} s; host memory {memory.before:.2f} GiB before, {memory.peak:.2f} GiB at the peak")
+    row = {"load_s": loaded, "host_before_gib": memory.before, "host_peak_gib": memory.peak}
+    if not args.tokens:
+        return [row]
     engine = lm.make_engine(max_num_seqs=1, max_model_len=2048, max_num_batched_tokens=256)
     lm._engine = engine
-    print(f"load {loaded:.1f} s; compile {engine.compile_seconds:.1f} s")
+    print(f"compile {engine.compile_seconds:.1f} s")
     prompt = list(range(100, 120))
     params = SamplingParams(temperature=0.0, max_tokens=args.tokens, ignore_eos=True)
     lm.generate(prompt, params.replace(max_tokens=4))
@@ -268,4 +274,28 @@ def _load(args: argparse.Namespace) -> list[dict]:
     out = lm.generate(prompt, params)
     ms = 1e3 * (time.perf_counter() - begin) / len(out.token_ids)
     print(f"{len(out.token_ids)} tokens, {ms:.2f} ms a token")
-    return [{"load_s": loaded, "compile_s": engine.compile_seconds, "ms_per_token": ms, "tokens": len(out.token_ids)}]
+    return [row | {"compile_s": engine.compile_seconds, "ms_per_token": ms, "tokens": len(out.token_ids)}]
+
+
+class _AnonymousMemory:
+    """Peak of this process's memory beside mapped files, in GiB, looked at every 10 ms (Linux)."""
+
+    def __enter__(self):
+        self.before = self.peak = self._now()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_):
+        self._stop.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._stop.wait(0.01):
+            self.peak = max(self.peak, self._now())
+
+    @staticmethod
+    def _now() -> float:
+        with open("/proc/self/status") as status:
+            return sum(int(line.split()[1]) for line in status if line.startswith(("RssAnon", "RssShmem"))) / 2**20
