@@ -49,15 +49,22 @@ class Job:
 
     # -- towards the engine ----------------------------------------------------------------------------------------
 
-    def submit(self, prompt_ids: Sequence[int], params: Any, name: str) -> int:
-        """Start one engine request; returns its index. Raises RequestError."""
+    def submit(self, prompt_ids: Sequence[int], params: Any, name: str, **extras: Any) -> int:
+        """Start one engine request; returns its index. Raises RequestError.
+
+        extras: further arguments of the engine's submit (``constraint`` ...); those that are None are left out.
+        """
         index = len(self._ids)
         request_id = f"{name}-{index}-{next(_serial)}"
         self._ids.append(request_id)
         self._open[index] = request_id
         try:
             self._engine.submit(
-                prompt_ids, params, request_id=request_id, on_event=lambda event: self._put(index, event)
+                prompt_ids,
+                params,
+                request_id=request_id,
+                on_event=lambda event: self._put(index, event),
+                **{name: value for name, value in extras.items() if value is not None},
             )
         except BaseException:
             del self._open[index]

@@ -26,6 +26,8 @@ class ServedModel:
     generation: the checkpoint's sampling defaults ({} switches them off).
     params, resolve: flint_jax.sampling.SamplingParams and resolve, handed in so that the server imports no jax.
     vocab_size: number of rows of the model's head.
+    constrain: from a flint_jax.server.forced.Forced to what ``engine.submit`` takes as ``constraint``, None for output
+        that is free; None when this server cannot hold output to anything. May take time: call it off the loop.
     """
 
     names: tuple[str, ...]
@@ -37,6 +39,7 @@ class ServedModel:
     resolve: Callable[[Any, Mapping[str, Any]], Any]
     vocab_size: int
     max_num_seqs: int
+    constrain: Callable[[Any], Any] | None = None
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
 
     @property

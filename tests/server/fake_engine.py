@@ -41,6 +41,7 @@ class _Request:
     params: object
     on_event: Callable
     script: Script
+    constraint: object = None
     due: float = 0.0
     started: bool = False
     sent: int = 0
@@ -68,7 +69,7 @@ class FakeEngine:
 
     # -- the engine's interface --------------------------------------------------------------------------------------
 
-    def submit(self, prompt_ids, params, *, on_event, request_id=None) -> str:
+    def submit(self, prompt_ids, params, *, on_event, request_id=None, constraint=None) -> str:
         if self.failed is not None or self._stopping:
             raise RuntimeError("the engine has stopped")
         prompt = tuple(prompt_ids)
@@ -81,7 +82,7 @@ class FakeEngine:
         params.check_vocabulary(self.vocab_size)
         params.stop_set((EOS,))
         name = request_id or f"request-{next(self._names)}"
-        request = _Request(name, prompt, params, on_event, self.script(prompt, params))
+        request = _Request(name, prompt, params, on_event, self.script(prompt, params), constraint)
         with self._lock:
             self.submitted.append(request)
             self._waiting.append(request)
