@@ -3,7 +3,8 @@
 Weights live in stacks, one array per kind with a leading layer axis, because the host pays per array on every step.
 A module holds its stack (an ``nnx.Param`` that all layers share) and its index in it; ``block.attn.qkv.matrix`` is that
 layer's slice, and assigning to it writes the stack. Source of the function: transformers' ``FlintForCausalLM``; of the
-roundings: ``flint_jax.numerics``.
+roundings: ``flint_jax.numerics``. ``site(self, name, value)`` marks where research may look or patch
+(``flint_jax.research.sites`` lists the names); elsewhere it is nothing.
 
 Letters: B rows, T tokens, N query heads, K kv heads, H head width, D model width, F expert width, V vocabulary,
 E experts, A active experts, M = B*T tokens of a batch.
@@ -11,6 +12,8 @@ E experts, A active experts, M = B*T tokens of a batch.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Protocol
 
 import jax
@@ -22,6 +25,7 @@ from jaxtyping import Array, Float, Int
 from flint_jax import moe
 from flint_jax.config import FULL, FlintConfig
 from flint_jax.numerics import Matrix, Numerics, project, silu
+from flint_jax.sites import site
 from pallas_kernels.sink_attention import reference as sink_attention
 
 
@@ -97,7 +101,7 @@ class Attention(nnx.Module):
     """Grouped-query attention: per-head q/k norm, RoPE where the config says so, learned sinks."""
 
     def __init__(self, config: FlintConfig, numerics: Numerics, weights: dict[str, nnx.Param], rope: RopeTable, i: int):
-        self.config, self.numerics, self.layer = config, numerics, i
+        self.config, self.numerics, self.layer, self.path = config, numerics, i, f"blocks.{i}.attn."
         self.qkv = Linear(weights["qkv"], i)
         self.o = Linear(weights["o"], i)
         self.q_norm = RMSNorm(weights["q_norm"], i, numerics, config.rms_norm_eps)
@@ -107,7 +111,7 @@ class Attention(nnx.Module):
 
     def __call__(self, x: Float[Array, "B T D"], kv: Attend) -> Float[Array, "B T D"]:
         c = self.config
-        qkv = self.numerics.round(self.qkv(x))
+        qkv = self.numerics.round(self.qkv(site(self, "input", x)))
         q, k, v = jnp.split(qkv, [c.q_size, c.q_size + c.kv_size], axis=-1)
         q = self.q_norm(q.reshape(*q.shape[:2], c.num_attention_heads, c.head_dim))
         k = self.k_norm(k.reshape(*k.shape[:2], c.num_key_value_heads, c.head_dim))
@@ -115,8 +119,9 @@ class Attention(nnx.Module):
         if self.rope is not None:
             table = self.rope.get_value()[kv.positions]
             q, k = (rotate(heads, table, self.numerics) for heads in (q, k))
-        out = kv.attend(self.layer, q, k, v, self.sinks.matrix)
-        return self.numerics.round(self.o(out.reshape(*out.shape[:2], c.q_size)))
+        q, k, v = site(self, "q", q), site(self, "k", k), site(self, "v", v)
+        out = site(self, "heads", kv.attend(self.layer, q, k, v, site(self, "sinks", self.sinks.matrix)))
+        return site(self, "out", self.numerics.round(self.o(out.reshape(*out.shape[:2], c.q_size))))
 
 
 def rotate(x: Float[Array, "B T N H"], table: Float[Array, "B T H"], numerics: Numerics) -> Float[Array, "B T N H"]:
@@ -137,36 +142,37 @@ def rotate(x: Float[Array, "B T N H"], table: Float[Array, "B T H"], numerics: N
 class MLP(nnx.Module):
     """down(silu(gate(x)) * up(x)): the dense layers and the shared expert."""
 
-    def __init__(self, numerics: Numerics, gate_up: nnx.Param, down: nnx.Param, i: int):
-        self.numerics = numerics
+    def __init__(self, numerics: Numerics, gate_up: nnx.Param, down: nnx.Param, i: int, path: str):
+        self.numerics, self.path = numerics, path
         self.gate_up = Linear(gate_up, i)
         self.down = Linear(down, i)
 
     def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
-        rounded = self.numerics.round(self.gate_up(x)).astype(jnp.float32)
+        rounded = self.numerics.round(self.gate_up(site(self, "input", x))).astype(jnp.float32)
         gate, up = jnp.split(rounded, 2, axis=-1)
         act = silu(gate)
         if not self.numerics.serving:
             act = self.numerics.round(act).astype(jnp.float32)
-        return self.numerics.round(self.down(self.numerics.round(act * up)))
+        act = site(self, "act", self.numerics.round(act * up))
+        return site(self, "out", self.numerics.round(self.down(act)))
 
 
 class Router(nnx.Module):
     """Sigmoid scores of the experts, the best A of them, their scores divided by their sum."""
 
-    def __init__(self, config: FlintConfig, numerics: Numerics, weight: nnx.Param, i: int):
-        self.config, self.numerics = config, numerics
+    def __init__(self, config: FlintConfig, numerics: Numerics, weight: nnx.Param, i: int, path: str):
+        self.config, self.numerics, self.path = config, numerics, path
         self.gate = Stacked(weight, i)
 
-    def __call__(self, x: Float[Array, "M D"]) -> moe.Routing:
+    def __call__(self, x: Float[Array, "... D"]) -> moe.Routing:
         c = self.config
         weight = self.gate.matrix
         logits = project(x.astype(weight.dtype), weight)
         if self.numerics.serving:
             logits = self.numerics.round(logits).astype(jnp.float32)
-            _, ids = jax.lax.top_k(logits, c.num_experts_per_tok)  # ties go to the lowest index
-        else:
-            _, ids = jax.lax.top_k(jax.nn.sigmoid(logits), c.num_experts_per_tok)
+        logits = site(self, "logits", logits)
+        choice = site(self, "choice", logits if self.numerics.serving else jax.nn.sigmoid(logits))
+        ids = site(self, "ids", jax.lax.top_k(choice, c.num_experts_per_tok)[1])  # ties go to the lowest index
         scores = jax.nn.sigmoid(jnp.take_along_axis(logits, ids, axis=-1))
         if c.norm_topk_prob:
             # 1e-20 is serving's guard against a row whose scores all underflow.
@@ -174,63 +180,69 @@ class Router(nnx.Module):
         scores = scores * jnp.float32(c.routed_scaling_factor)
         if self.numerics.serving:
             scores = self.numerics.round(scores).astype(jnp.float32)
-        return moe.Routing(logits, ids.astype(jnp.int32), scores)
+        return moe.Routing(logits, ids.astype(jnp.int32), site(self, "weights", scores))
 
 
 class MoE(nnx.Module):
     """Weighted sum of the chosen experts plus one shared expert, ungated."""
 
     def __init__(self, config: FlintConfig, numerics: Numerics, weights: dict[str, nnx.Param], i: int):
-        self.config, self.numerics, self.index = config, numerics, i
-        self.router = Router(config, numerics, weights["router"], i)
+        self.config, self.numerics, self.index, self.path = config, numerics, i, f"blocks.{config.moe_layers[i]}.mlp."
+        self.router = Router(config, numerics, weights["router"], i, self.path + "router.")
         self.gate_up = Stacked(weights["expert_gate_up"], i)  # [E, 2F, D]
         self.down = Stacked(weights["expert_down"], i)  # [E, D, F]
-        self.shared = MLP(numerics, weights["shared_gate_up"], weights["shared_down"], i)
+        self.shared = MLP(numerics, weights["shared_gate_up"], weights["shared_down"], i, self.path + "shared.")
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        x = site(self, "input", x)
         flat = x.reshape(-1, x.shape[-1])
-        routing = self.router(flat)
         routed = moe.experts(
             flat,
-            routing,
+            self.router(flat),
             self.gate_up.weight.get_value(),
             self.down.weight.get_value(),
             layer=self.index,
             numerics=self.numerics,
+            each=functools.partial(site, self, "experts"),
         )
-        shared = self.shared(flat)
-        total = routed.astype(jnp.float32) + shared.astype(jnp.float32)
-        return self.numerics.round(total).reshape(x.shape)
+        total = site(self, "routed", routed).astype(jnp.float32) + self.shared(flat).astype(jnp.float32)
+        return site(self, "out", self.numerics.round(total).reshape(x.shape))
 
 
 class Block(nnx.Module):
     """Pre-norm block. Residual and last branch come apart, so that their sum can be normalised unrounded."""
 
     def __init__(self, config: FlintConfig, numerics: Numerics, weights: dict[str, nnx.Param], rope: RopeTable, i: int):
-        self.numerics = numerics
-        self.layer = i
+        self.numerics, self.layer, self.path = numerics, i, f"blocks.{i}."
         self.attn_norm = RMSNorm(weights["attn_norm"], i, numerics, config.rms_norm_eps)
         self.attn = Attention(config, numerics, weights, rope, i)
         self.mlp_norm = RMSNorm(weights["mlp_norm"], i, numerics, config.rms_norm_eps)
         if i in config.mlp_only_layers:
             index = sorted(config.mlp_only_layers).index(i)
-            self.mlp = MLP(numerics, weights["dense_gate_up"], weights["dense_down"], index)
+            self.mlp = MLP(numerics, weights["dense_gate_up"], weights["dense_down"], index, self.path + "mlp.")
         else:
             self.mlp = MoE(config, numerics, weights, config.moe_layers.index(i))
 
     def __call__(self, residual: Array, branch: Array | None, kv: Attend) -> tuple[Array, Array]:
-        residual, x = add_norm(residual, branch, self.attn_norm)
-        residual, x = add_norm(residual, self.attn(x, kv), self.mlp_norm)
+        residual, x = add_norm(residual, branch, self.attn_norm, functools.partial(site, self, "pre"))
+        residual, x = add_norm(residual, self.attn(x, kv), self.mlp_norm, functools.partial(site, self, "mid"))
         return residual, self.mlp(x)
 
 
-def add_norm(residual: Array, branch: Array | None, norm: RMSNorm) -> tuple[Array, Array]:
-    """(residual + branch rounded, its norm). Serving norms the unrounded sum, transformers the rounded one."""
+def add_norm(
+    residual: Array, branch: Array | None, norm: RMSNorm, visit: Callable[[Array], Array] = lambda stream: stream
+) -> tuple[Array, Array]:
+    """(residual + branch rounded, its norm). Serving norms the unrounded sum, transformers the rounded one.
+
+    visit: the site of this stream; what it changes is normalised instead of the unrounded sum.
+    """
     if branch is None:
-        return residual, norm(residual)
+        stream = visit(residual)
+        return stream, norm(stream)
     total = residual.astype(jnp.float32) + branch.astype(jnp.float32)
     rounded = norm.numerics.round(total)
-    return rounded, norm(total if norm.numerics.serving else rounded)
+    stream = visit(rounded)
+    return stream, norm(total if norm.numerics.serving and stream is rounded else stream)
 
 
 class Flint(nnx.Module):
@@ -248,7 +260,7 @@ class Flint(nnx.Module):
         max_positions: int | None = None,
     ):
         numerics = numerics or Numerics()
-        self.config, self.numerics = config, numerics
+        self.config, self.numerics, self.path = config, numerics, ""
         params = {name: nnx.Param(value) for name, value in weights.items()}
         self.stacks = nnx.Dict(params)
         table = rope_table(max_positions or config.max_position_embeddings, config.head_dim, config.rope_theta)
@@ -260,15 +272,17 @@ class Flint(nnx.Module):
 
     def hidden(self, tokens: Int[Array, "B T"], kv: Attend) -> Float[Array, "B T D"]:
         """Final normed hidden states: the head's input."""
-        residual, branch = self.embed.matrix[tokens].astype(self.numerics.dtype), None
+        residual, branch = site(self, "embed", self.embed.matrix[tokens].astype(self.numerics.dtype)), None
         for block in self.blocks:
             residual, branch = block(residual, branch, kv)
-        return add_norm(residual, branch, self.norm)[1]
+        _, hidden = add_norm(residual, branch, self.norm, functools.partial(site, self.blocks[-1], "post"))
+        return site(self, "norm", hidden)
 
     def logits(self, hidden: Float[Array, "... D"]) -> Float[Array, "... V"]:
         """float32 logits. Serving keeps the accumulators, transformers rounds them to the compute dtype."""
         logits = self.head(hidden)
-        return logits if self.numerics.serving else self.numerics.round(logits).astype(jnp.float32)
+        logits = logits if self.numerics.serving else self.numerics.round(logits).astype(jnp.float32)
+        return site(self, "logits", logits)
 
     def __call__(self, tokens: Int[Array, "B T"], lengths: Int[Array, " B"] | None = None) -> Float[Array, "B T V"]:
         """Logits of every position of right-padded rows, without a cache (for research, training and parity)."""

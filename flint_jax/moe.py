@@ -6,18 +6,40 @@ P = M * A (token, expert) pairs.
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
+import functools
 import math
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from flint_jax.numerics import SCALED, Matrix, Numerics, project, silu
+from flint_jax.numerics import SCALED, Adapted, Matrix, Numerics, project, silu
 
 # Gathered weights are materialised, in the compute dtype: three full-size bf16 tokens' worth.
 GATHER_BYTES = 128 << 20
 BLOCK = 64  # tokens of one expert that are multiplied together in the block path
+
+
+# Bytes of expert weights that the block path may gather at once; None: as serving does it.
+_grouped: contextvars.ContextVar[int | None] = contextvars.ContextVar("grouped", default=None)
+
+
+@contextlib.contextmanager
+def grouped(nbytes: int) -> Iterator[None]:
+    """Trace experts for training: always in blocks, all of them at once where ``nbytes`` hold their weights.
+
+    The gradient of a loop over blocks adds up whole stacks of weights once a block; that of one batched product does
+    so once.
+    """
+    token = _grouped.set(nbytes)
+    try:
+        yield
+    finally:
+        _grouped.reset(token)
 
 
 class Routing(NamedTuple):
@@ -36,14 +58,19 @@ def experts(
     *,
     layer: int,
     numerics: Numerics,
+    each: Callable[[Array], Array] = lambda outputs: outputs,
 ) -> Float[Array, "M D"]:
-    """Weighted sum of each token's experts. gate_up [Lm,E,2F,D] and down [Lm,E,D,F] are whole stacks."""
+    """Weighted sum of each token's experts. gate_up [Lm,E,2F,D] and down [Lm,E,D,F] are whole stacks.
+
+    each: sees, and may replace, the experts' outputs [M,A,D] before they are weighted.
+    """
     tokens, active = routing.ids.shape
     per_pair = 3 * math.prod(down.shape[-2:]) * x.dtype.itemsize
     flat = _flatten_experts(gate_up), _flatten_experts(down)
     ids = routing.ids + layer * gate_up.shape[1]
-    run = _gathered if tokens * active * per_pair <= GATHER_BYTES else _blocked
-    y = run(x, ids, *flat, numerics).astype(jnp.float32)
+    small = tokens * active * per_pair <= GATHER_BYTES and _grouped.get() is None
+    run = _gathered if small else functools.partial(_blocked, per_layer=gate_up.shape[1])
+    y = each(run(x, ids, *flat, numerics)).astype(jnp.float32)
     # float32 sum in rank order, one rounding.
     total = jnp.zeros((tokens, x.shape[1]), jnp.float32)
     for rank in range(active):
@@ -69,6 +96,9 @@ def _activate(gate_up: Float[Array, "... F2"], numerics: Numerics) -> Float[Arra
 
 def _batched_project(x: Float[Array, "P C"], w: Matrix) -> Float[Array, "P R"]:
     """One matrix per row of x."""
+    if isinstance(w, Adapted):
+        low = _batched_project(x, w.down.astype(x.dtype))
+        return _batched_project(x, w.base) + _batched_project(low, w.up) * jnp.float32(w.scale)
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     quantised = isinstance(w, SCALED)
     values = w.values(x.dtype) if quantised else w
@@ -84,11 +114,10 @@ def _gathered(x, ids, gate_up, down, numerics) -> Float[Array, "M A D"]:
     return numerics.round(_batched_project(act, down[pairs])).reshape(tokens, active, -1)
 
 
-def _blocked(x, ids, gate_up, down, numerics) -> Float[Array, "M A D"]:
-    """Pairs sorted by expert, each expert's run padded to whole blocks, one block after the other."""
+def _blocked(x, ids, gate_up, down, numerics, per_layer) -> Float[Array, "M A D"]:
+    """Pairs sorted by expert, each expert's run padded to whole blocks, one block after the other (or all at once)."""
     tokens, active = ids.shape
     pairs = tokens * active
-    total_experts = down.shape[0]
     block = min(BLOCK, max(8, pairs // 8))
     flat = ids.reshape(-1)
     order = jnp.argsort(flat, stable=True)
@@ -101,7 +130,7 @@ def _blocked(x, ids, gate_up, down, numerics) -> Float[Array, "M A D"]:
     opens_block = within % block == 0
     block_of_pair = jnp.cumsum(opens_block, dtype=jnp.int32) - 1
     place = block_of_pair * block + within % block
-    count = -(-pairs // block) + min(total_experts, pairs)  # most blocks that any routing can need
+    count = -(-pairs // block) + min(per_layer, pairs)  # most blocks that any routing can need
     block_expert = jnp.zeros((count,), jnp.int32).at[block_of_pair].set(sorted_ids)
     padded = jnp.zeros((count * block, x.shape[1]), x.dtype).at[place].set(x[order // active])
 
@@ -111,6 +140,9 @@ def _blocked(x, ids, gate_up, down, numerics) -> Float[Array, "M A D"]:
         act = _activate(project(rows, up), numerics)
         return numerics.round(project(act, down_w))
 
-    y = jax.lax.map(one, (padded.reshape(count, block, -1), block_expert)).reshape(count * block, -1)
+    blocks = padded.reshape(count, block, -1), block_expert
+    per_block = 3 * math.prod(down.shape[-2:]) * x.dtype.itemsize
+    at_once = count * per_block <= (_grouped.get() or 0)
+    y = (jax.vmap(one)(blocks) if at_once else jax.lax.map(one, blocks)).reshape(count * block, -1)
     unsorted = jnp.zeros((pairs,), jnp.int32).at[order].set(place)
     return y[unsorted].reshape(tokens, active, -1)

@@ -19,7 +19,32 @@ from pallas_kernels import layout, nvfp4
 MODES = ("serving", "transformers")
 # Matrices that keep their values and global scales apart, and offer values(), row_scale(), shape and [index].
 SCALED = (nvfp4.Packed, nvfp4.Scaled, layout.Tiles)
-Matrix = jax.Array | nvfp4.Packed | nvfp4.Scaled | layout.Tiles
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Adapted:
+    """A frozen matrix [..., R, C] of any kind and a low-rank addition to it: ``base + scale * up @ down``.
+
+    down: [..., r, C] and up: [..., R, r], float32; scale: static.
+    """
+
+    base: jax.Array | nvfp4.Packed | nvfp4.Scaled | layout.Tiles
+    down: Float[Array, "... r C"]
+    up: Float[Array, "... R r"]
+    scale: float = dataclasses.field(metadata={"static": True})
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Logical shape [..., R, C]."""
+        return self.base.shape
+
+    def __getitem__(self, index) -> Adapted:
+        """Take leading (stack) dimensions; the last two stay whole."""
+        return Adapted(self.base[index], self.down[index], self.up[index], self.scale)
+
+
+Matrix = jax.Array | nvfp4.Packed | nvfp4.Scaled | layout.Tiles | Adapted
 _DTYPES = {"bfloat16": jnp.bfloat16, "float32": jnp.float32}
 
 
@@ -70,6 +95,8 @@ def dot(x: Float[Array, "... C"], w: Float[Array, "R C"]) -> Float[Array, "... R
 
 def project(x: Float[Array, "... C"], w: Matrix) -> Float[Array, "... R"]:
     """x @ w.T as float32 accumulators, the global scales of an NVFP4 matrix applied to the accumulators."""
+    if isinstance(w, Adapted):
+        return project(x, w.base) + dot(dot(x, w.down.astype(x.dtype)), w.up) * jnp.float32(w.scale)
     if isinstance(w, SCALED):
         return dot(x, w.values(x.dtype)) * w.row_scale()
     return dot(x, w)
