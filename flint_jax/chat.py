@@ -7,6 +7,7 @@ is encoded as ordinary characters, so that nobody forges a turn by pasting one (
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -80,6 +81,16 @@ class ChatTemplate:
         """With the tokenizer's own template (unless ``source`` is given) and its special tokens."""
         names = ("bos_token", "eos_token", "pad_token")
         return cls(source or tokenizer.chat_template, **{name: getattr(tokenizer, name, None) for name in names})
+
+    @functools.cached_property
+    def has_thinking_switch(self) -> bool:
+        """Whether ``enable_thinking`` changes the prompt of a plain question: some templates ignore it."""
+        question = [{"role": "user", "content": "?"}]
+        try:
+            on, off = (self.render(question, enable_thinking=value, thinking=value) for value in (True, False))
+        except RequestError:
+            return False
+        return on != off
 
     def render(
         self,
@@ -220,6 +231,7 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
 # marks removed. The template may strip, split or join the strings as it likes. The mark is a noncharacter that text
 # has no business with; one that is there all the same is removed from it.
 _MARK = "\ufdd0"
+_CUT = "\ufdd1"  # ends a message that the output is to continue; what the template writes after it is left out
 
 
 @dataclasses.dataclass(frozen=True)
@@ -245,10 +257,14 @@ def prepare_chat(
     tools: Sequence[Mapping[str, Any]] | None = None,
     documents: Sequence[Mapping[str, Any]] | None = None,
     add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
     parse_special_in_content: bool = False,
     chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> ChatPrompt:
     """Render and encode a chat. Nothing is put in front but what the template writes.
+
+    continue_final_message: end the prompt with the last message's content, so that the output goes on with it; not
+    together with a generation prompt.
 
     parse_special_in_content: True encodes the rendered text as a whole, so that control tokens in messages and tool
     definitions act as such (transformers' way). False encodes them as ordinary text; only ``<think>`` and ``</think>``
@@ -265,8 +281,10 @@ def prepare_chat(
             param="chat_template_kwargs",
         )
     normal = normalise_messages(messages)
+    if continue_final_message:
+        normal = _open_ended(normal, add_generation_prompt)
     if parse_special_in_content:
-        text = template._render(normal, tools, documents, add_generation_prompt, kwargs)
+        text = _cut(template._render(normal, tools, documents, add_generation_prompt, kwargs), continue_final_message)
         return ChatPrompt(text, tokenizer.encode(text))
     breaker = _Breaker(tokenizer.added_tokens)
     marked = template._render(
@@ -276,6 +294,7 @@ def prepare_chat(
         add_generation_prompt,
         {k: breaker.value(v, edges=False) for k, v in kwargs.items()},
     )
+    marked = _cut(marked, continue_final_message)
     text = marked.replace(_MARK, "")
     if not breaker.used:
         return ChatPrompt(text, tokenizer.encode(text))
@@ -283,6 +302,27 @@ def prepare_chat(
     for piece in tokenizer.pieces(marked):
         ids += [piece] if isinstance(piece, int) else tokenizer.encode(piece.replace(_MARK, ""), special=False)
     return ChatPrompt(text, ids)
+
+
+def _open_ended(messages: list[dict[str, Any]], add_generation_prompt: bool) -> list[dict[str, Any]]:
+    param = "continue_final_message"
+    if add_generation_prompt:
+        raise RequestError(f"{param} needs add_generation_prompt: false, there is one or the other", param=param)
+    if not messages or messages[-1].get("tool_calls"):
+        raise RequestError(f"{param} needs a last message that has no tool calls", param=param)
+    return [*messages[:-1], messages[-1] | {"content": messages[-1]["content"] + _CUT}]
+
+
+def _cut(text: str, wanted: bool) -> str:
+    if not wanted:
+        return text
+    head, found, _ = text.rpartition(_CUT)
+    if not found:
+        raise RequestError(
+            "continue_final_message: the chat template leaves the last message's content out",
+            param="continue_final_message",
+        )
+    return head
 
 
 class _Breaker:

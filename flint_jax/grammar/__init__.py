@@ -12,6 +12,7 @@ from flint_jax.grammar.deltas import (
     Reasoning,
     collect,
     finish_reason,
+    merged,
 )
 from flint_jax.grammar.lexer import Calls, Lexer, State
 from flint_jax.grammar.start import start_state, thinking_enabled
@@ -35,6 +36,7 @@ __all__ = [
     "Tool",
     "collect",
     "finish_reason",
+    "merged",
     "start_state",
     "thinking_enabled",
 ]

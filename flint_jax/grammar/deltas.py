@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterable
 
 
@@ -78,6 +79,22 @@ class Message:
     content: str | None
     calls: tuple[Call, ...]
     problems: tuple[Problem, ...]
+
+
+def merged(deltas: Iterable[Delta]) -> list[Delta]:
+    """The same deltas with neighbours of one kind as one; costs the length of their text, however many they are."""
+    out: list[Delta] = []
+    for (kind, index), group in itertools.groupby(deltas, lambda d: (type(d), getattr(d, "index", None))):
+        items = list(group)
+        if len(items) == 1:
+            out += items
+        elif kind in (Content, Reasoning):
+            out.append(kind("".join(d.text for d in items)))
+        elif kind is CallArguments:
+            out.append(CallArguments(index, "".join(d.json for d in items)))
+        else:
+            out += items
+    return out
 
 
 def collect(deltas: Iterable[Delta]) -> Message:

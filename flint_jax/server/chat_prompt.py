@@ -1,73 +1,101 @@
-"""From the messages, tools and template arguments of a chat request to a prompt."""
+"""A conversation in the one form that all protocols are brought to, and the prompt that it becomes."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from flint_jax.chat import prepare_chat
+from flint_jax import chat
+from flint_jax.grammar import State, start_state, thinking_enabled
 from flint_jax.server.body import Fields, kind_of
 from flint_jax.server.errors import bad_request
+from flint_jax.server.forced import NONE, ToolChoice
 from flint_jax.server.running import off_loop
+from flint_jax.server.settings import ServerSettings
 from flint_jax.server.state import ServedModel
-from flint_jax.server.thinking import prompt_opens_thought
+from flint_jax.server.thinking import chat_kwargs, close_thought, layered
+from flint_jax.server.tools import read_choice, read_tools
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 
 @dataclasses.dataclass(frozen=True)
-class ChatPrompt:
-    """Token ids, and whether they end inside an open thought."""
+class Conversation:
+    """What the model is to answer.
+
+    messages, tools: in the form of OpenAI's chat completions. choice, parallel: which calls may come.
+    kwargs: the template's arguments. param: the request's field that the messages came from, for errors.
+    """
+
+    messages: Sequence[Mapping[str, Any]]
+    tools: tuple[dict[str, Any], ...] = ()
+    choice: ToolChoice = dataclasses.field(default_factory=ToolChoice)
+    parallel: bool = True
+    documents: Sequence[Mapping[str, Any]] | None = None
+    kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    param: str = "messages"
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompt:
+    """Token ids, where in the grammar the output begins, and whether the model may think."""
 
     ids: list[int]
-    opens_thought: bool
+    start: State
+    thinking: bool
 
 
-async def read_prompt(fields: Fields, served: ServedModel, default_kwargs: Mapping[str, Any]) -> ChatPrompt:
-    """Check, render and encode. Raises ApiError or RequestError; a template's refusal is quoted."""
-    messages = _messages(fields)
+def read_conversation(fields: Fields) -> Conversation:
+    """The conversation of a chat completion. Raises ApiError."""
     tools = read_tools(fields)
-    documents = fields.array("documents")
-    # the more particular wins: server's default, effort, the template's own arguments
-    kwargs = {**default_kwargs, **_effort(fields), **(fields.object("chat_template_kwargs") or {})}
-    generation_prompt = fields.boolean("add_generation_prompt", True)
-    fields.unsupported("continue_final_message")
     fields.unsupported("chat_template", hint="give --chat-template when you start the server")
+    return Conversation(
+        messages=_messages(fields),
+        tools=tools,
+        choice=read_choice(fields, tools),
+        parallel=fields.boolean("parallel_tool_calls", True),
+        documents=fields.array("documents"),
+        kwargs=chat_kwargs(fields),
+        add_generation_prompt=fields.boolean("add_generation_prompt", True),
+        continue_final_message=fields.boolean("continue_final_message"),
+    )
+
+
+async def render(conversation: Conversation, served: ServedModel, settings: ServerSettings) -> Prompt:
+    """The prompt. Raises ApiError or RequestError; a template's refusal is quoted."""
     if served.template is None:
         raise bad_request(
             "this checkpoint has no chat template; start the server with --chat-template FILE, or use /v1/completions",
-            "messages",
+            conversation.param,
             "no_chat_template",
         )
+    kwargs = layered(settings.template_kwargs, conversation.kwargs)
+    thinking = thinking_enabled(kwargs)
+    hidden = settings.exclude_tools_when_none and conversation.choice.mode == NONE
 
-    def work() -> ChatPrompt:
-        prompt = prepare_chat(
+    def work() -> Prompt:
+        prompt = chat.prepare_chat(
             served.tokenizer,
             served.template,
-            messages,
-            tools=tools,
-            documents=documents,
-            add_generation_prompt=generation_prompt,
+            conversation.messages,
+            tools=None if hidden else conversation.tools,
+            documents=conversation.documents,
+            add_generation_prompt=conversation.add_generation_prompt,
+            continue_final_message=conversation.continue_final_message,
             chat_template_kwargs=kwargs,
         )
-        return ChatPrompt(prompt.ids, prompt_opens_thought(served.tokenizer, prompt.ids))
+        if not thinking:
+            begins = conversation.add_generation_prompt
+            prompt = close_thought(served.tokenizer, served.template, prompt, begins_turn=begins)
+        return Prompt(prompt.ids, start_state(prompt.text), thinking)
 
-    prompt = await off_loop(_size(messages) + _size(tools), work)
+    prompt = await off_loop(_size(conversation.messages) + _size(conversation.tools), work)
     if not prompt.ids:
-        raise fields.error("messages", "give an empty prompt")
+        raise bad_request(f"{conversation.param} gives an empty prompt", conversation.param)
     return prompt
-
-
-def _effort(fields: Fields) -> dict[str, Any]:
-    """Template arguments for ``reasoning_effort``; "none" switches thinking off."""
-    effort = fields.string("reasoning_effort")
-    if effort is None:
-        return {}
-    if effort not in EFFORTS:
-        raise fields.error("reasoning_effort", f"is {effort!r:.40}; need one of {', '.join(EFFORTS)}")
-    return {"reasoning_effort": effort} | ({"enable_thinking": False} if effort == "none" else {})
 
 
 def _messages(fields: Fields) -> list[dict[str, Any]]:
@@ -86,48 +114,12 @@ def _messages(fields: Fields) -> list[dict[str, Any]]:
     return messages
 
 
-def read_tools(fields: Fields) -> list[dict[str, Any]] | None:
-    """The tools to show to the model: none for ``tool_choice: none``, so that it does not call what may not be called.
-
-    Forcing a call is refused: without a grammar the model could answer with text all the same.
-    """
-    tools = fields.array("tools") or []
-    names = []
-    for n, tool in enumerate(tools):
-        where = f"tools[{n}]"
-        function = tool.get("function") if isinstance(tool, dict) else None
-        if not isinstance(function, dict) or tool.get("type", "function") != "function":
-            raise bad_request(f'{where} must be {{"type": "function", "function": {{...}}}}', where)
-        if not isinstance(function.get("name"), str) or not function["name"]:
-            raise bad_request(f"{where}.function.name must be a non-empty string", f"{where}.function.name")
-        if not isinstance(function.get("parameters", {}), dict | None):
-            raise bad_request(f"{where}.function.parameters must be an object", f"{where}.function.parameters")
-        names.append(function["name"])
-    choice = fields.raw("tool_choice")
-    if choice in (None, "auto"):
-        return tools or None
-    if choice == "none":
-        return None
-    if isinstance(choice, dict):
-        function = choice.get("function")
-        name = function.get("name") if isinstance(function, dict) else None
-        if not isinstance(name, str):
-            raise fields.error("tool_choice", 'must be {"type": "function", "function": {"name": ...}}')
-        if name not in names:
-            raise fields.error("tool_choice", f"names the function {name!r:.80}, which is not among the tools")
-    elif choice != "required":
-        raise fields.error("tool_choice", 'must be "auto", "none", "required" or a function')
-    if not tools:
-        raise fields.error("tool_choice", "asks for a call, but there are no tools")
-    raise fields.error("tool_choice", 'can only be "auto" or "none" on this server', "unsupported_parameter")
-
-
 def _size(value: Any) -> int:
     """Characters in all strings of a JSON value, roughly what encoding it costs."""
     if isinstance(value, str):
         return len(value)
     if isinstance(value, dict):
         return sum(map(_size, value.values()))
-    if isinstance(value, list):
+    if isinstance(value, list | tuple):
         return sum(map(_size, value))
     return 0

@@ -1,11 +1,11 @@
-"""One choice of a reply: from the engine's tokens to pieces of text, the same for streaming and not."""
+"""One choice of a reply: from the engine's tokens to pieces, the same for streaming and not."""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import Any
 
-from flint_jax.server.thinking import ANSWER, THOUGHT, ThoughtSplitter
+from flint_jax.grammar import Delta, Lexer, State
 from flint_jax.text import Detokenizer, StopStrings
 
 
@@ -14,24 +14,36 @@ class Token:
     """One generated token with its log-probability, for ``logprobs``.
 
     offset: characters of output before this token. top: the alternatives as (token id, log-probability).
+    thought: whether it was spent on thinking.
     """
 
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...]
     offset: int
+    thought: bool = False
 
 
 @dataclasses.dataclass
 class Piece:
-    """A step of one choice: text that is certain, the tokens it took, and at the end the reason."""
+    """A step of one choice: what is certain, the tokens it took, and at the end the engine's reason.
+
+    content: text of a plain completion. deltas: what the grammar says of a chat's output, in order.
+    """
 
     index: int
     content: str = ""
-    reasoning: str = ""
+    deltas: list[Delta] = dataclasses.field(default_factory=list)
     tokens: list[Token] = dataclasses.field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+
+    def join(self, later: Piece) -> None:
+        """The next piece of the same choice, which arrived together with this one."""
+        self.content += later.content
+        self.deltas += later.deltas
+        self.tokens += later.tokens
+        self.finish_reason, self.stop_reason = later.finish_reason, later.stop_reason
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,22 +63,26 @@ class TextOptions:
 class Choice:
     """Turns engine events into pieces.
 
-    thoughts: whether the prompt opens a thought, or None when thinking is not looked for (plain completions).
+    lexer: reads thoughts and tool calls out of the text; None for plain completions, whose pieces have ``content``.
+    tags: the token ids that the lexer takes for tags. Text before one is complete: a stop string never reaches across.
     A choice can end before the engine does, at a stop string: look at ``done`` after each push.
     """
 
-    def __init__(self, index: int, tokenizer: Any, options: TextOptions, *, thoughts: bool | None):
-        def detokenizer():
-            return Detokenizer(tokenizer, skip_special_tokens=options.skip_special_tokens)
-
+    def __init__(
+        self,
+        index: int,
+        tokenizer: Any,
+        options: TextOptions,
+        *,
+        lexer: Lexer | None = None,
+        tags: dict[int, str] | None = None,
+    ):
         self.index = index
         self._options = options
-        self._splitter = None if thoughts is None else ThoughtSplitter(tokenizer, detokenizer, in_thought=thoughts)
-        self._detokenizer = detokenizer() if thoughts is None else None
+        self._lexer, self._tags = lexer, tags or {}
+        self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=options.skip_special_tokens)
         self._stops = self._new_stops()
-        self._part = ANSWER
         self._characters = 0
-        self._thought_gap = ""  # white space at the end of a thought, dropped unless more thought follows
         self.completion_tokens = 0
         self.prompt_tokens = self.cached_tokens = 0
         self.finish_reason: str | None = None
@@ -74,7 +90,12 @@ class Choice:
     @property
     def reasoning_tokens(self) -> int:
         """Tokens spent on thinking, tags included."""
-        return self._splitter.thought_tokens if self._splitter else 0
+        return self._lexer.reasoning_tokens if self._lexer else 0
+
+    @property
+    def calls(self) -> int:
+        """Tool calls so far."""
+        return self._lexer.calls if self._lexer else 0
 
     @property
     def done(self) -> bool:
@@ -87,59 +108,65 @@ class Choice:
         self.prompt_tokens, self.cached_tokens = event.prompt_tokens, event.cached_tokens
         for n, token_id in enumerate(event.token_ids):
             self.completion_tokens += 1
+            at, thought = self._characters, self._thinks()
+            hit = self._token(piece, token_id)
             if event.logprobs is not None:
                 lp = event.logprobs[n]
-                piece.tokens.append(Token(token_id, lp.logprob, lp.top, self._characters))
-            if self._add(piece, self._texts(token_id), stoppable=self.completion_tokens > self._options.min_tokens):
+                piece.tokens.append(Token(token_id, lp.logprob, lp.top, at, thought or self._thinks()))
+            if hit:
                 return self._finish(piece, "stop", self._stops.matched)
         if event.finish_reason is None:
             return piece
-        if self._add(piece, self._rest(), stoppable=self.completion_tokens > self._options.min_tokens):
+        safe, hit = self._watched(self._detokenizer.flush())
+        self._say(piece, None, safe if hit else safe + self._stops.flush())
+        if hit:
             return self._finish(piece, "stop", self._stops.matched)
-        self._emit(piece, self._part, self._stops.flush())
         asked = event.stop_token in self._options.stop_token_ids
         return self._finish(piece, event.finish_reason, event.stop_token if asked else None)
 
-    def _texts(self, token_id: int) -> list[tuple[str, str]]:
-        if self._splitter:
-            return self._splitter.push(token_id)
-        return [(ANSWER, self._detokenizer.push(token_id))]
-
-    def _rest(self) -> list[tuple[str, str]]:
-        return self._splitter.flush() if self._splitter else [(ANSWER, self._detokenizer.flush())]
-
-    def _add(self, piece: Piece, texts: list[tuple[str, str]], *, stoppable: bool) -> bool:
-        """Put texts through the stop strings into the piece. True when one of them is hit."""
-        for part, text in texts:
-            if part != self._part:  # a stop string never reaches across a tag
-                self._emit(piece, self._part, self._stops.flush())
-                self._stops, self._part = self._new_stops(), part
-            self._characters += len(text)
-            if not stoppable:
-                self._emit(piece, part, text)
-                continue
-            safe, hit = self._stops.push(text)
-            self._emit(piece, part, safe)
-            if hit:
-                return True
+    def _token(self, piece: Piece, token_id: int) -> bool:
+        """Put one token's text into the piece. True when a stop string is hit."""
+        tag = self._tags.get(token_id)
+        if tag is None:
+            safe, hit = self._watched(self._detokenizer.push(token_id))
+            self._say(piece, token_id, safe)
+            return hit
+        safe, hit = self._watched(self._detokenizer.flush())  # of a character that the tag cuts off
+        if hit:
+            self._say(piece, None, safe)
+            return True
+        self._say(piece, None, safe + self._stops.flush())
+        self._stops = self._new_stops()
+        safe, hit = self._watched(tag)
+        if hit:  # the tag itself is a stop string
+            self._say(piece, None, safe)
+            return True
+        self._stops = self._new_stops()
+        self._say(piece, token_id, "")
         return False
 
-    def _emit(self, piece: Piece, part: str, text: str) -> None:
-        if not text:
-            return
-        if part != THOUGHT:
-            self._thought_gap = ""
+    def _watched(self, text: str) -> tuple[str, bool]:
+        """(text that is safe to show, whether a stop string was hit)."""
+        self._characters += len(text)
+        if not self._options.stop or self.completion_tokens <= self._options.min_tokens:
+            return text, False
+        return self._stops.push(text)
+
+    def _say(self, piece: Piece, token_id: int | None, text: str) -> None:
+        if self._lexer is None:
             piece.content += text
-            return
-        text = self._thought_gap + text
-        kept = text.rstrip()
-        self._thought_gap = text[len(kept) :]
-        piece.reasoning += kept
+        elif text or token_id is not None:
+            piece.deltas += self._lexer.push(token_id, text)
 
     def _finish(self, piece: Piece, reason: str, stop_reason: int | str | None) -> Piece:
+        if self._lexer is not None:
+            piece.deltas += self._lexer.finish(reason)
         self.finish_reason = piece.finish_reason = reason
         piece.stop_reason = stop_reason
         return piece
 
+    def _thinks(self) -> bool:
+        return self._lexer is not None and self._lexer.state is State.REASONING
+
     def _new_stops(self) -> StopStrings:
-        return StopStrings(list(self._options.stop), include_stop_str_in_output=self._options.include_stop)
+        return StopStrings(self._options.stop, include_stop_str_in_output=self._options.include_stop)

@@ -15,6 +15,7 @@ from flint_jax.server import sse
 from flint_jax.server.body import Fields, log_unknown, read_object
 from flint_jax.server.choices import Choice, Piece, Token
 from flint_jax.server.errors import bad_request
+from flint_jax.server.forced import FIELDS
 from flint_jax.server.jobs import Job
 from flint_jax.server.logprobs import completion_logprobs
 from flint_jax.server.models import reply_name
@@ -92,6 +93,8 @@ async def _read(fields: Fields, state: ServerState, served: ServedModel) -> _Pla
     fields.unsupported("suffix")
     fields.unsupported("prompt_embeds")
     fields.unsupported("response_format", allowed=({"type": "text"},))
+    for field in FIELDS:
+        fields.unsupported(field)
     sampling = read_sampling(fields, served, max_tokens=max_tokens or None, logprobs=logprobs)
     given = _prompts(fields, served)
     if len(given) * sampling.n > _MAX_CHOICES:
@@ -149,9 +152,7 @@ class _Reply:
             "created": int(time.time()),
             "model": plan.name,
         }
-        self._choices = [
-            Choice(i, served.tokenizer, plan.sampling.text, thoughts=None) for i in range(len(plan.prompts) * plan.n)
-        ]
+        self._choices = [Choice(i, served.tokenizer, plan.sampling.text) for i in range(len(plan.prompts) * plan.n)]
 
     def submit(self, job: Job) -> None:
         """Hand every prompt to the engine, n times."""

@@ -183,6 +183,11 @@ def make_parser() -> argparse.ArgumentParser:
         help="arguments of the chat template, e.g. '{\"enable_thinking\": false}'",
     )
     g.add_argument(
+        "--exclude-tools-when-tool-choice-none",
+        action="store_true",
+        help="leave the tools out of the prompt when tool_choice is none (default: they stay, which keeps the prefix)",
+    )
+    g.add_argument(
         "--generation-config",
         choices=["auto", "none", "vllm"],
         default="auto",
@@ -297,6 +302,7 @@ def parse(argv: Sequence[str]) -> tuple[ModelSettings, ServerSettings, list[str]
         max_logprobs=args.max_logprobs,
         force_usage=args.enable_force_include_usage,
         template_kwargs=args.default_chat_template_kwargs,
+        exclude_tools_when_none=args.exclude_tools_when_tool_choice_none,
         log_level=args.uvicorn_log_level,
         access_log=not args.disable_uvicorn_access_log,
     )

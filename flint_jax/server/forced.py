@@ -7,22 +7,43 @@ that the engine takes as ``submit(..., constraint=)``; a model that is served wi
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flint_jax.grammar import State
+from flint_jax.server.body import Fields
 from flint_jax.server.errors import bad_request
 from flint_jax.server.state import ServedModel
+
+# vLLM's fields for other formats, and the older names of its kinds
+FIELDS = ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
+KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
 
 AUTO, NONE, REQUIRED, NAMED = "auto", "none", "required", "named"
 
 
 @dataclasses.dataclass(frozen=True)
 class ToolChoice:
-    """Whether the model may or must call. mode: AUTO, NONE, REQUIRED or NAMED; name: of the function, when NAMED."""
+    """Whether the model may or must call.
+
+        mode: # vLLM's fields for other formats, and the older names of its kinds
+    FIELDS = ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
+    KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
+
+    AUTO, NONE, REQUIRED or NAMED. name: of the function, when NAMED. allowed: names of the functions that may be
+        called; None for all.
+    """
 
     mode: str = NONE
     name: str | None = None
+    allowed: tuple[str, ...] | None = None
+
+    def callable(self, tools: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:
+        """Those of the tools, in OpenAI's chat form, that may be called."""
+        if self.mode == NONE:
+            return ()
+        names = (self.name,) if self.mode == NAMED else self.allowed
+        return tuple(t for t in tools if names is None or t["function"]["name"] in names)
 
     @property
     def forces(self) -> bool:
@@ -31,17 +52,25 @@ class ToolChoice:
 
 
 @dataclasses.dataclass(frozen=True)
+class Structured:
+    """vLLM's ``structured_outputs``. kind: one of KINDS; value: as it came; param: the field that had it."""
+
+    kind: str
+    value: Any
+    param: str
+
+
+@dataclasses.dataclass(frozen=True)
 class Forced:
     """What the output of one request is held to.
 
-    tools: definitions of the functions that may be called, ``{"name", "description", "parameters", "strict"}`` each,
-        as the request had them; () when none may be.
+    tools: definitions of the functions that may be called, ``{"function": {"name", "description", "parameters",
+        "strict"}}`` each, as the request had them; () when none may be.
     choice: whether one of them must be called.
     parallel: whether more than one call may come.
     format: ``response_format`` other than text: ``{"type": "json_object"}`` or ``{"type": "json_schema",
         "json_schema": {"name", "schema", "strict"}}``.
-    structured: vLLM's ``structured_outputs``: one of ``json``, ``json_object``, ``regex``, ``choice``, ``grammar``,
-        ``structural_tag`` with its value.
+    structured: another format, under vLLM's fields.
     start: where the output begins; in REASONING the rules wait for the end of the thought.
     thinking: whether the model may think at all; if so a thought may also begin in CONTENT.
     """
@@ -50,7 +79,7 @@ class Forced:
     choice: ToolChoice = ToolChoice()
     parallel: bool = True
     format: Mapping[str, Any] | None = None
-    structured: Mapping[str, Any] | None = None
+    structured: Structured | None = None
     start: State = State.CONTENT
     thinking: bool = True
 
@@ -61,7 +90,36 @@ class Forced:
             return "tool_choice"
         if self.format is not None:
             return "response_format"
-        return "structured_outputs" if self.structured is not None else None
+        return None if self.structured is None else self.structured.param
+
+
+def read_format(fields: Fields) -> dict[str, Any] | None:
+    """``response_format``, None for plain text. Raises ApiError for a kind that does not exist."""
+    given = fields.object("response_format")
+    kind = given.get("type") if given else "text"
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return {"type": kind}
+    if kind != "json_schema":
+        raise fields.error("response_format", f"has the type {kind!r:.40}; need text, json_object or json_schema")
+    inner = given.get("json_schema")
+    schema = inner.get("schema") if isinstance(inner, dict) else None
+    if not isinstance(schema, dict | bool):
+        raise fields.error("response_format", "of type json_schema needs json_schema.schema, an object")
+    return {"type": kind, "json_schema": inner}
+
+
+def read_structured(fields: Fields) -> Structured | None:
+    """``structured_outputs``, or the same under ``guided_json`` and its like. Raises ApiError for more than one."""
+    given = fields.object("structured_outputs") or {}
+    found = [Structured(k, given[k], FIELDS[0]) for k in KINDS if given.get(k) not in (None, False)]
+    found += [
+        Structured(name.removeprefix("guided_"), fields.raw(name), name) for name in FIELDS[1:] if fields.has(name)
+    ]
+    if len(found) > 1:
+        raise fields.error(found[1].param, f"asks for {found[1].kind} besides {found[0].kind}; need one of them")
+    return found[0] if found else None
 
 
 def constraint(served: ServedModel, forced: Forced) -> Any:

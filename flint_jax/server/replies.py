@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import json
+from json.encoder import encode_basestring as quoted
 from typing import Any
 
 from starlette.responses import Response
 
+__all__ = ["JsonReply", "quoted", "to_json", "to_text"]
+
+_encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
+
+
+def to_text(value: Any) -> str:
+    """Compact JSON. Raises ValueError for NaN and Infinity, which JSON does not have."""
+    return _encode(value)
+
 
 def to_json(value: Any) -> bytes:
-    """UTF-8 bytes. Raises ValueError for NaN and Infinity, which JSON does not have."""
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+    """The same as UTF-8."""
+    return _encode(value).encode()
 
 
 class JsonReply(Response):
@@ -24,10 +34,3 @@ class JsonReply(Response):
     def render(self, content: Any) -> bytes:
         """The body."""
         return to_json(content)
-
-
-class NoReply(Response):
-    """Nothing at all, for a client that has hung up."""
-
-    async def __call__(self, scope, receive, send) -> None:
-        """Send nothing."""

@@ -53,7 +53,10 @@ async def pieces(job: Job, choices: Sequence[Choice]) -> AsyncIterator[Piece | N
                 left -= 1
                 if event.finish_reason is None:  # a stop string ended it before the engine did
                     job.abort(index)
-            ready[index] = _joined(ready.get(index), piece)
+            if index in ready:
+                ready[index].join(piece)
+            else:
+                ready[index] = piece
         for piece in ready.values():
             yield piece
 
@@ -63,14 +66,3 @@ async def finished(stream: AsyncIterator[Piece | None]) -> AsyncIterator[Piece]:
     async for piece in stream:
         if piece is not None:
             yield piece
-
-
-def _joined(first: Piece | None, second: Piece) -> Piece:
-    """Two pieces of one choice that arrived together, as one."""
-    if first is None:
-        return second
-    first.content += second.content
-    first.reasoning += second.reasoning
-    first.tokens += second.tokens
-    first.finish_reason, first.stop_reason = second.finish_reason, second.stop_reason
-    return first

@@ -88,9 +88,6 @@ def read_sampling(fields: Fields, served: ServedModel, *, max_tokens: int | None
     fields.unsupported("bad_words")
     fields.unsupported("allowed_token_ids")
     fields.unsupported("logits_processors")
-    fields.unsupported("structured_outputs")
-    for name in ("guided_json", "guided_regex", "guided_choice", "guided_grammar"):
-        fields.unsupported(name)
     text = TextOptions(
         stop=tuple(stop),
         stop_token_ids=params.stop_token_ids,

@@ -23,6 +23,7 @@ class ServerSettings:
     max_logprobs: largest number of alternatives per token.
     force_usage: send the usage chunk in every stream.
     template_kwargs: default arguments of the chat template.
+    exclude_tools_when_none: leave tools out of the prompt of a request that may not call any.
     """
 
     host: str = "127.0.0.1"
@@ -38,5 +39,6 @@ class ServerSettings:
     max_logprobs: int = 20
     force_usage: bool = False
     template_kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
+    exclude_tools_when_none: bool = False
     log_level: str = "info"
     access_log: bool = True

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from starlette.responses import Response
 
-from flint_jax.server.errors import ClientGone, to_api_error
+from flint_jax.server.errors import ApiError, ClientGone, to_api_error
 from flint_jax.server.jobs import Job
 from flint_jax.server.replies import to_json
 
@@ -26,19 +26,35 @@ def event(value: Any) -> bytes:
     return b"data: " + to_json(value) + b"\n\n"
 
 
+def named_event(value: dict[str, Any]) -> bytes:
+    """One event whose name is the ``type`` of its data."""
+    return b"event: " + value["type"].encode() + b"\ndata: " + to_json(value) + b"\n\n"
+
+
+def plain_error(error: ApiError) -> bytes:
+    """An event ``{"error": ...}``."""
+    return event(error.body)
+
+
 class EventStream(Response):
     """Streams what ``frames`` yields and closes ``job`` at the end, whatever the end is.
 
     The status line waits for the first frame, so a request that fails before it gets an ordinary error response. After
-    that an error is an event ``{"error": ...}`` and the stream ends without ``[DONE]``.
+    that an error becomes a last event, which ``error`` writes.
     """
 
-    def __init__(self, job: Job, frames: AsyncIterator[bytes], request_id: str):
+    def __init__(
+        self,
+        job: Job,
+        frames: AsyncIterator[bytes],
+        request_id: str,
+        error: Callable[[ApiError], bytes] = plain_error,
+    ):
         super().__init__()
-        self._job, self._frames, self._request_id = job, frames, request_id
+        self._job, self._frames, self._request_id, self._error = job, frames, request_id, error
 
     async def __call__(self, scope, receive, send) -> None:
-        """Send the stream."""
+        """Send the stream. Raises what went wrong before the first frame."""
         started = False
         with self._job:
             self._job.watch_client(receive)
@@ -51,9 +67,8 @@ class EventStream(Response):
             except ClientGone:
                 return
             except Exception as e:
-                error = to_api_error(e, self._request_id)
                 if not started:
-                    await error.response()(scope, receive, send)
-                    return
-                await send({"type": "http.response.body", "body": event(error.body), "more_body": True})
+                    raise
+                frame = self._error(to_api_error(e, self._request_id))
+                await send({"type": "http.response.body", "body": frame, "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})

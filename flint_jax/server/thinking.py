@@ -1,104 +1,91 @@
-"""Which part of the output is thought and which is answer.
+"""The thinking switch: what a request says about it under any client's name, and a way to enforce it.
 
-The state at the start comes from the prompt: does it end inside an open ``<think>``? After that the tags decide. A tag
-that is one token of the vocabulary acts only as that token, so the same characters written with ordinary tokens stay
-text; a tag that the vocabulary lacks acts by its characters. Inside a tool call no tag of thinking acts; the call
-itself is passed on as text.
+Templates differ in what they take, and some take no notice: so when thinking is off and the prompt does not say so
+itself, an empty thought is closed at its end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-THINK, END_THINK = "<think>", "</think>"
-CALL, END_CALL = "<tool_call>", "</tool_call>"
-TAGS = (THINK, END_THINK, CALL, END_CALL)
+from flint_jax.chat import ChatPrompt
+from flint_jax.grammar import State, start_state, thinking_enabled
+from flint_jax.server.body import Fields, kind_of
 
-THOUGHT, ANSWER = "thought", "answer"
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+_END, _EMPTY = "</think>", "<think></think>"
 
 
-def prompt_opens_thought(tokenizer: Any, prompt_ids: Sequence[int]) -> bool:
-    """Whether the prompt's last turn ends inside an open ``<think>``.
+def switch(on: bool) -> dict[str, Any]:
+    """Template arguments that switch thinking on or off, under both names that templates use."""
+    return {"enable_thinking": on, "thinking": on}
 
-    The last turn begins after the last control token, so nothing that a user or an earlier turn wrote can open one.
+
+def layered(*layers: Mapping[str, Any]) -> dict[str, Any]:
+    """Template arguments from the general to the particular: what a later layer says of thinking replaces all that
+    earlier ones do, under whichever name. Once there is a word about it, it is there under both names.
     """
-    tags = {tokenizer.added_tokens[tag] for tag in TAGS if tag in tokenizer.added_tokens}
-    turn_marks = tokenizer.special_ids - tags
-    start = next((i + 1 for i in reversed(range(len(prompt_ids))) if prompt_ids[i] in turn_marks), None)
-    if start is None:  # no turn marks at all: only an opening at the very end can be trusted
-        return tokenizer.decode(prompt_ids[-16:]).rstrip().endswith(THINK)
-    turn = tokenizer.decode(prompt_ids[start:])
-    return turn.rfind(THINK) > turn.rfind(END_THINK)
+    out: dict[str, Any] = {}
+    for layer in layers:
+        if any(name in layer for name in switch(True)):
+            out = {name: value for name, value in out.items() if name not in switch(True)}
+        out |= layer
+    return out | switch(thinking_enabled(out)) if any(name in out for name in switch(True)) else out
 
 
-class ThoughtSplitter:
-    """Tokens in, (part, text) pieces out.
+def effort_kwargs(fields: Fields, name: str) -> dict[str, Any]:
+    """Template arguments for an effort; "none" switches thinking off, any other on."""
+    effort = fields.string(name)
+    if effort is None:
+        return {}
+    if effort not in EFFORTS:
+        raise fields.error(name, f"is {effort!r:.40}; need one of {', '.join(EFFORTS)}")
+    return {"reasoning_effort": effort} | switch(effort != "none")
 
-    detokenizer: makes a fresh flint_jax.text.Detokenizer; one is used for each stretch between two tag tokens.
+
+def reasoning_kwargs(fields: Fields) -> dict[str, Any]:
+    """The same for ``reasoning: {"effort", "enabled"}``."""
+    given = fields.object("reasoning")
+    if given is None:
+        return {}
+    options = Fields(given, prefix="reasoning.")
+    kwargs = effort_kwargs(options, "effort")
+    return kwargs | switch(options.boolean("enabled")) if options.has("enabled") else kwargs
+
+
+def type_kwargs(fields: Fields) -> dict[str, Any]:
+    """The same for ``thinking: {"type": "enabled" | "adaptive" | "disabled"}``, or true and false."""
+    given = fields.raw("thinking")
+    if given is None:
+        return {}
+    if isinstance(given, bool):
+        return switch(given)
+    if not isinstance(given, dict):
+        raise fields.error("thinking", f"is {kind_of(given)}; need an object with a type", "invalid_type")
+    kind = Fields(given, prefix="thinking.").string("type")
+    if kind not in ("enabled", "adaptive", "disabled"):
+        raise fields.error("thinking.type", f"is {kind!r:.40}; need enabled, adaptive or disabled")
+    return {} if kind == "adaptive" else switch(kind == "enabled")
+
+
+def chat_kwargs(fields: Fields) -> dict[str, Any]:
+    """Template arguments of a chat completion: from the fields that clients use, and the template's own."""
+    own = fields.object("chat_template_kwargs") or {}
+    plain = switch(fields.boolean("enable_thinking")) if fields.has("enable_thinking") else {}
+    effort = effort_kwargs(fields, "reasoning_effort")
+    return layered(reasoning_kwargs(fields), type_kwargs(fields), plain, effort, own)
+
+
+def close_thought(tokenizer: Any, template: Any, prompt: ChatPrompt, *, begins_turn: bool) -> ChatPrompt:
+    """The prompt of a request that does not think: with an open thought closed, or an empty one added.
+
+    begins_turn: the prompt ends with the template's generation prompt, so what follows is the beginning of a turn.
     """
-
-    def __init__(self, tokenizer: Any, detokenizer: Callable[[], Any], *, in_thought: bool):
-        self._make = detokenizer
-        self._detokenizer = detokenizer()
-        self._tag_of = {tokenizer.added_tokens[tag]: tag for tag in TAGS if tag in tokenizer.added_tokens}
-        self._text_tags = tuple(tag for tag in TAGS if tag not in tokenizer.added_tokens)
-        self._held = ""  # the end of the text that may turn out to begin a tag
-        self._part = THOUGHT if in_thought else ANSWER
-        self._in_call = False
-        self.thought_tokens = 0
-
-    def push(self, token_id: int) -> list[tuple[str, str]]:
-        """Pieces that are certain after this token; text may be empty."""
-        tag = self._tag_of.get(token_id)
-        if tag is None:
-            self.thought_tokens += self._part == THOUGHT
-            return self._scan(self._detokenizer.push(token_id))
-        pieces = self._end_stretch()
-        self.thought_tokens += self._part == THOUGHT or tag == THINK
-        return [*pieces, *self._act(tag)]
-
-    def flush(self) -> list[tuple[str, str]]:
-        """What was held back, at the end of the output."""
-        return self._end_stretch()
-
-    def _end_stretch(self) -> list[tuple[str, str]]:
-        pieces = self._scan(self._detokenizer.flush())
-        if self._held:
-            pieces.append((self._part, self._held))
-            self._held = ""
-        self._detokenizer = self._make()
-        return pieces
-
-    def _act(self, tag: str) -> list[tuple[str, str]]:
-        if self._in_call:
-            self._in_call = tag != END_CALL
-            return [(self._part, tag)]
-        if tag == CALL:  # a call ends a thought that was left open
-            self._part, self._in_call = ANSWER, True
-            return [(ANSWER, tag)]
-        if tag == END_CALL:
-            return [(self._part, tag)]
-        self._part = THOUGHT if tag == THINK else ANSWER
-        return []
-
-    def _scan(self, text: str) -> list[tuple[str, str]]:
-        if not self._text_tags:
-            return [(self._part, text)] if text else []
-        return list(self._scan_tags(self._held + text))
-
-    def _scan_tags(self, text: str) -> Iterator[tuple[str, str]]:
-        while True:
-            found = min(((text.find(tag), tag) for tag in self._text_tags if tag in text), default=None)
-            if found is None:
-                break
-            at, tag = found
-            yield self._part, text[:at]
-            yield from self._act(tag)
-            text = text[at + len(tag) :]
-        keep = max(
-            (n for tag in self._text_tags for n in range(1, len(tag)) if text.endswith(tag[:n])),
-            default=0,
-        )
-        self._held = text[len(text) - keep :]
-        yield self._part, text[: len(text) - keep]
+    if start_state(prompt.text) is State.REASONING:
+        missing = _END
+    elif begins_turn and not template.has_thinking_switch and _END in tokenizer.added_tokens:
+        missing = _EMPTY
+    else:
+        return prompt
+    return ChatPrompt(prompt.text + missing, prompt.ids + tokenizer.encode(missing))

@@ -6,7 +6,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from flint_jax.server.body import read_object
-from flint_jax.server.chat_prompt import read_prompt
+from flint_jax.server.chat_prompt import read_conversation, render
 from flint_jax.server.errors import bad_request
 from flint_jax.server.replies import JsonReply
 from flint_jax.server.running import encode_text, off_loop
@@ -21,7 +21,7 @@ async def tokenize(request: Request) -> Response:
     fields = await read_object(request, state.settings.max_request_bytes)
     fields.string("model")
     if fields.has("messages"):
-        ids = (await read_prompt(fields, served, state.settings.template_kwargs)).ids
+        ids = (await render(read_conversation(fields), served, state.settings)).ids
     else:
         prompt = fields.string("prompt")
         if prompt is None:

@@ -4,7 +4,6 @@ import json
 
 import pytest
 
-from flint_jax.server.thinking import prompt_opens_thought
 from tests.server.harness import running, sse_data, tokenizer
 
 HELLO = [{"role": "user", "content": "hi"}]
@@ -210,8 +209,8 @@ def test_choices_of_a_seeded_request_differ_and_repeat(server):
         ("a \n b</think>c", True, "a \n b", "c"),
         ("x<think>y</think>z", False, "y", "xz"),
         ("abc</think>def</think>ghi", True, "abc", "defghi"),
-        ("plan <tool_call>f</tool_call>", True, "plan", "<tool_call>f</tool_call>"),
-        ("<tool_call>f<think>x</think></tool_call>y", False, None, "<tool_call>f<think>x</think></tool_call>y"),
+        ("plan <tool_call>f</tool_call>", True, "plan", None),
+        ("<tool_call>f<think>x</think></tool_call>y", False, None, "y"),
     ],
 )
 @pytest.mark.parametrize("burst", [1, 3, 100])
@@ -244,23 +243,6 @@ def test_reasoning_tokens_are_counted(server):
     assert details == {"reasoning_tokens": len(tokenizer().encode("<think>abc</think>"))}
 
 
-@pytest.mark.parametrize(
-    ("prompt", "opens"),
-    [
-        ("<|user|>a<|assistant|>\n", False),
-        ("<|user|>a<|assistant|>\n<think>", True),
-        ("<|user|>a<|assistant|>\n<think>\n", True),
-        ("<|user|>a<|assistant|>\n<think></think>", False),
-        ("<|user|>a<|assistant|>x</think>y<|user|>b<|assistant|>\n", False),
-        ("<|user|>a<|assistant|><think>x<|user|>b<|assistant|>\n", False),
-        ("<|user|><think>", True),
-        ("", False),
-    ],
-)
-def test_start_state_comes_from_the_last_turn_of_the_prompt(prompt, opens):
-    assert prompt_opens_thought(tokenizer(), tokenizer().encode(prompt)) is opens
-
-
 def test_the_more_particular_thinking_switch_wins():
     with running(template_kwargs={"enable_thinking": True}) as server:
         server.chat()
@@ -269,7 +251,8 @@ def test_the_more_particular_thinking_switch_wins():
         server.chat(chat_template_kwargs={"enable_thinking": False})
         server.chat(reasoning_effort="none", chat_template_kwargs={"enable_thinking": True})
         think = tokenizer().added_tokens["<think>"]
-        assert [r.prompt[-1] == think for r in server.engine.submitted] == [True, True, False, False, True]
+        server.chat(chat_template_kwargs={"thinking": False})
+        assert [r.prompt[-1] == think for r in server.engine.submitted] == [True, True, False, False, True, False]
 
 
 # -- messages ----------------------------------------------------------------------------------------------------------
@@ -281,16 +264,6 @@ def test_the_more_particular_thinking_switch_wins():
 def test_contents_that_are_normal_in_a_history(server, content):
     messages = [*HELLO, {"role": "assistant", "content": content}, *HELLO]
     assert server.chat(messages=messages).is_success
-
-
-def test_tools_are_hidden_for_tool_choice_none():
-    template = "{% if tools %}<|system|>{{ tools | tojson }}{% endif %}<|user|>{{ messages[0].content }}<|assistant|>"
-    tools = [{"type": "function", "function": {"name": "ping", "parameters": {"type": "object"}}}]
-    with running(template=template) as server:
-        for choice in ({}, {"tool_choice": "auto"}, {"tool_choice": None}, {"tool_choice": "none"}):
-            assert server.chat(tools=tools, **choice).is_success
-        system = tokenizer().added_tokens["<|system|>"]
-        assert [system in r.prompt for r in server.engine.submitted] == [True, True, True, False]
 
 
 def test_template_refusal_is_quoted():

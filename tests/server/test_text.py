@@ -8,6 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from flint_jax.engine import Event
+from flint_jax.grammar import Calls, Lexer, State, Tags, collect
 from flint_jax.server.choices import Choice, TextOptions
 from tests.server.fake_engine import Script
 from tests.server.harness import sse_data, tokenizer, wait_until
@@ -120,9 +121,25 @@ def test_random_tokens_read_as_the_tokenizer_decodes_them(server):
         )
 
 
+def new_choice(options, thoughts, vocabulary=None):
+    """A choice of a plain completion (thoughts None), or of a chat whose prompt opens a thought or not."""
+    vocabulary = vocabulary or tokenizer()
+    if thoughts is None:
+        return Choice(0, vocabulary, options)
+    tags = Tags.of(vocabulary.added_tokens)
+    lexer = Lexer(State.REASONING if thoughts else State.CONTENT, tags, [], calls=Calls.NONE)
+    return Choice(0, vocabulary, options, lexer=lexer, tags={**tags.block, **tags.argument})
+
+
+def said(pieces):
+    """(reasoning, content) of pieces."""
+    message = collect(d for p in pieces for d in p.deltas)
+    return message.reasoning or "", message.content or "".join(p.content for p in pieces)
+
+
 def run_choice(tokens, sizes, options, thoughts):
     """(reasoning, content, finish) of one choice whose tokens arrive in groups."""
-    choice = Choice(0, tokenizer(), options, thoughts=thoughts)
+    choice = new_choice(options, thoughts)
     pieces, at = [], 0
     for size in sizes:
         if choice.done or at >= len(tokens):
@@ -131,12 +148,7 @@ def run_choice(tokens, sizes, options, thoughts):
         at += size
     if not choice.done:
         pieces.append(choice.push(Event("r", tuple(tokens[at:]), finish_reason="length")))
-    return (
-        "".join(p.reasoning for p in pieces),
-        "".join(p.content for p in pieces),
-        pieces[-1].finish_reason,
-        pieces[-1].stop_reason,
-    )
+    return (*said(pieces), pieces[-1].finish_reason, pieces[-1].stop_reason)
 
 
 # Words that make tags, stop strings and broken characters likely.
@@ -167,11 +179,10 @@ def test_tags_that_are_no_tokens_act_by_their_characters():
         special_ids = frozenset()
         token_bytes = staticmethod(tokenizer().token_bytes)
 
-    tokens = tokenizer().encode("<th<think>a</thi </think>b<tool_call><think></tool_call><", special=False)
-    expected = ("a</thi", "<thb<tool_call><think></tool_call><", "length", None)
+    tokens = tokenizer().encode("<th<think>a</thi </think>b<tool_call><think></tool_call>c<", special=False)
+    expected = ("a</thi", "<thbc<", "length", None)
     for size in (1, 2, 5, 1000):
-        choice = Choice(0, NoTags(), TextOptions(), thoughts=False)
+        choice = new_choice(TextOptions(), False, NoTags())
         pieces = [choice.push(Event("r", tuple(tokens[i : i + size]))) for i in range(0, len(tokens), size)]
         pieces.append(choice.push(Event("r", finish_reason="length")))
-        joined = "".join(p.reasoning for p in pieces), "".join(p.content for p in pieces)
-        assert (*joined, pieces[-1].finish_reason, pieces[-1].stop_reason) == expected
+        assert (*said(pieces), pieces[-1].finish_reason, pieces[-1].stop_reason) == expected
