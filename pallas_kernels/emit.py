@@ -151,6 +151,9 @@ class Float:
     def __gt__(self, other):
         return arith.cmpf(arith.CmpFPredicate.OGT, self.raw, as_float(other).raw)
 
+    def __ge__(self, other):
+        return arith.cmpf(arith.CmpFPredicate.OGE, self.raw, as_float(other).raw)
+
     def maximum(self, other, nan: bool = False) -> Float:
         """The larger one; of a number and a NaN the number, or the NaN when ``nan``."""
         kind = "max.NaN.f32" if nan else "max.f32"
@@ -394,6 +397,18 @@ def store_bf16(at: Address, value: Float) -> None:
     ptx(f"{{\n.reg .b16 h;\ncvt.rn.bf16.f32 h, $1;\n{space}.b16 [$0], h;\n}}", at, value)
 
 
+def atomic_add(at: Address, value) -> Int:
+    """Add to a word; gives what it held before. In global memory it orders the block: what the block's threads wrote
+    before a barrier in front of it is seen by whoever reads behind a later addition of another block and a barrier."""
+    kind = "atom.shared.add.u32" if at.shared else "atom.acq_rel.gpu.global.add.u32"
+    return Int(ptx(f"{kind} $0, [$1], $2;", at, as_int(value), results=_i32(), volatile=True))
+
+
+def add_to(at: Address, value) -> None:
+    """Add to a word in global memory; nobody waits for it."""
+    ptx("red.relaxed.gpu.global.add.u32 [$0], $1;", at, as_int(value))
+
+
 def copy16(destination: Address, source: Address, present) -> None:
     """Each lane starts a copy of 16 bytes, global -> shared; zeros where its predicate ``present`` is false."""
     size = select(present, 16, 0)
@@ -451,6 +466,16 @@ def fma(a, b, c) -> Float:
 def exp2(x: Float) -> Float:
     """Hardware 2^x (relative error 2^-22), flushing subnormals."""
     return Float(ptx("ex2.approx.ftz.f32 $0, $1;", x, results=_f32()))
+
+
+def log2(x: Float) -> Float:
+    """Hardware base-2 logarithm: absolute error 2^-22 between 1/2 and 2, relative beyond; exact at 0 and 1."""
+    return Float(ptx("lg2.approx.ftz.f32 $0, $1;", x, results=_f32()))
+
+
+def to_float(x: Int) -> Float:
+    """An unsigned integer, rounded to nearest even."""
+    return Float(ptx("cvt.rn.f32.u32 $0, $1;", x, results=_f32()))
 
 
 def rsqrt(x: Float) -> Float:

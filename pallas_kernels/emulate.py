@@ -208,6 +208,9 @@ class Float:
     def __gt__(self, other):
         return self.raw > as_float(other).raw
 
+    def __ge__(self, other):
+        return self.raw >= as_float(other).raw
+
     def maximum(self, other, nan: bool = False):
         return self._with(np.maximum if nan else np.fmax, other)
 
@@ -369,6 +372,26 @@ def store_bf16(at, value):
     _now().write(at.raw, np.ascontiguousarray(_bf16_bits(value)[:, None]).view(np.uint8))
 
 
+def atomic_add(at, value):
+    """Lanes in their order; a device's order is any."""
+    machine = _now()
+    value, before, mask = as_int(value), np.zeros(machine.threads, np.uint32), machine.mask
+    for lane in np.flatnonzero(mask):
+        machine.mask = np.arange(machine.threads) == lane
+        for buffer, _, (offset,) in machine._locate(at.raw, 4):
+            word = buffer[offset : offset + 4].view(np.uint32)
+            before[lane] = word[0]
+            word += value.raw[lane]
+            if buffer is machine.shared:
+                machine._mark(np.array([lane]), np.array([[offset // 4]]))
+    machine.mask = mask
+    return Int(before)
+
+
+def add_to(at, value):
+    atomic_add(at, value)
+
+
 def copy16(destination, source, present):
     machine = _now()
     with when(present):
@@ -426,8 +449,13 @@ def _unary(function):
 
 
 exp2 = _unary(np.exp2)
+log2 = _unary(np.log2)
 rsqrt = _unary(lambda x: 1 / np.sqrt(x))
 reciprocal = _unary(lambda x: 1 / x)
+
+
+def to_float(x):
+    return Float(x.raw.astype(np.float32))
 
 
 def divide(a, b):
