@@ -15,10 +15,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from flint_jax import sampling
-from flint_jax.cache import PAGE
+from flint_jax.cache import PAGE, ring_size
 from flint_jax.errors import RequestError
 from flint_jax.sampling import SamplingParams
-from flint_jax.scheduler import Plan, Request, Scheduler
+from flint_jax.scheduler import Admit, Chunk, CopyPage, Op, Plan, Request, Restore, Save, Scheduler
 from flint_jax.step import Steps
 
 log = logging.getLogger("flint_jax.engine")
@@ -38,6 +38,7 @@ class TokenLogprob:
 class Event:
     """News of one request. The last one has a finish_reason: "stop", "length", "abort" or "error".
 
+    cached_tokens: how many of the prompt's tokens were taken from the prefix cache.
     A token that ends the request (an end-of-turn or stop id) is named in ``stop_token`` and not part of ``token_ids``.
     """
 
@@ -83,7 +84,17 @@ class Engine:
         self.max_model_len = steps.sizes.max_context
         self.eos_ids = tuple(eos_ids)
         self.failed: Exception | None = None
-        self.scheduler = Scheduler(steps.sizes.slots, steps.sizes.pages, PAGE, steps.sizes.chunks[-1], budget)
+        window = self.config.sliding_window
+        self.scheduler = Scheduler(
+            steps.sizes.slots,
+            steps.sizes.pages,
+            PAGE,
+            steps.sizes.chunks,
+            budget,
+            snapshots=steps.sizes.snapshots,
+            window=window,
+            ring=ring_size(window),
+        )
         self._tables = np.zeros(steps.tables.shape, np.int32)
         self._jobs: dict[str, _Job] = {}
         self._inbox: collections.deque[tuple[str, object]] = collections.deque()
@@ -105,14 +116,18 @@ class Engine:
         *,
         on_event: Callable[[Event], None],
         request_id: str | None = None,
+        cache_salt: str | None = None,
+        reuse_prefix: bool = True,
     ) -> str:
         """Queue a request (``params`` resolved, n ignored); returns its id. ``on_event`` runs on the engine's thread.
+
+        cache_salt: cached prefixes are shared only between requests of the same salt. reuse_prefix: False has every
+        token of the prompt computed (what it leaves behind may still be reused by others).
 
         Raises RequestError when the prompt is empty, too long or outside the vocabulary, or params do not fit the
         model; RuntimeError when the engine has failed or stopped.
         """
-        if self.failed is not None or self._stopping:
-            raise RuntimeError(f"the engine has stopped: {self.failed or 'shutting down'}")
+        self._refuse_when_stopped()
         prompt = tuple(int(t) for t in prompt_ids)
         limit = self._limit(prompt, params)
         params.check_vocabulary(self.config.vocab_size)
@@ -123,6 +138,7 @@ class Engine:
                 code="invalid_value",
             )
         with self._wake:
+            self._refuse_when_stopped()  # it may have stopped since; from here on it would end this request, too
             name = request_id or f"request-{next(self._names)}"
             if name in self._jobs:
                 raise RequestError(f"request id {name!r} is in use; choose another", param="request_id")
@@ -130,11 +146,16 @@ class Engine:
             seed = (
                 params.seed if params.seed is not None else int(self._seeds.spawn(1)[0].generate_state(1, np.uint64)[0])
             )
-            job = _Job(Request(name, prompt, limit), params, stops, seed, on_event)
+            request = Request(name, prompt, limit, cache_salt or "", reuse_prefix)
+            job = _Job(request, params, stops, seed, on_event)
             self._jobs[name] = job
             self._inbox.append(("submit", job))
             self._wake.notify()
         return name
+
+    def _refuse_when_stopped(self) -> None:
+        if self.failed is not None or self._stopping:
+            raise RuntimeError(f"the engine has stopped: {self.failed or 'shutting down'}")
 
     def abort(self, request_id: str) -> None:
         """End a request early, whatever its stage. Unknown and finished ids are ignored."""
@@ -168,8 +189,15 @@ class Engine:
             "running": len(s.running),
             "waiting": len(s.waiting) + sum(1 for kind, _ in tuple(self._inbox) if kind == "submit"),
             "free_slots": len(s.free_slots),
-            "free_pages": len(s.free_pages),
+            "free_pages": s.pool.available,  # cached prefixes count as free: they go when pages are needed
+            "cached_pages": s.pool.available - len(s.pool.free),
             "pages": s.pages,
+            "snapshots": s.cache.count,
+            "cached_snapshots": len(s.cache.snapshots),
+            "prefix_evictions": s.cache.evictions,
+            "prefix_queries": s.queries,  # prompt tokens looked up, and found
+            "prefix_hits": s.hits,
+            "prefilled_tokens": s.prefilled,
             "slots": s.slots,
             "preemptions": s.preemptions,
             "generated_tokens": self.generated_tokens,
@@ -215,34 +243,51 @@ class Engine:
                 self.scheduler.add(what.request)
                 self.prompt_tokens += len(what.request.prompt)
             elif (job := self._jobs.get(what)) is not None:
-                self._finish(job, Event(what, finish_reason="abort", prompt_tokens=len(job.request.prompt)))
+                self._finish(job, _event(job.request, finish_reason="abort"))
 
     def _dispatch(self, plan: Plan) -> bool:
         for request in plan.preempted:
             log.info("request %s gives its pages to older ones and waits", request.id)
-        self._sync_tables()
-        for request in plan.admitted:
-            job = self._jobs[request.id]
-            row = sampling.slot_row(
-                job.params.replace(seed=job.seed),
-                request.prompt,
-                self.config.vocab_size,
-                self.eos_ids,
-                job.seed,
-                output_ids=request.output,
-            )
-            self.steps.admit(request.slot, row, request.limit - 1)
-        for chunk in plan.chunks:
-            request = chunk.request
-            tokens = request.tokens[chunk.start : chunk.start + chunk.count]
-            token, logits = self.steps.prefill(tokens, request.slot, chunk.start, chunk.final)
-            if chunk.final:
-                self._expect([request], token, logits)
+        self._sync_tables(plan.moved)
+        for op in plan.ops:
+            self._do(op)
         if plan.decode:
             fast = sampling.fast_path(self._jobs[r.id].params for r in plan.decode)
             tokens, logits = self.steps.decode([r.slot for r in plan.decode], fast)
             self._expect(plan.decode, tokens, logits)
         return not plan.empty
+
+    def _do(self, op: Op) -> None:
+        match op:
+            case Admit(request):
+                self._admit(request)
+            case Chunk(request):
+                self._prefill(op)
+            case Restore(index, slot):
+                self.steps.restore(index, slot)
+            case CopyPage(source, target):
+                self.steps.copy_page(source, target)
+            case Save(slot, index):
+                self.steps.save(slot, index)
+
+    def _admit(self, request: Request) -> None:
+        job = self._jobs[request.id]
+        row = sampling.slot_row(
+            job.params.replace(seed=job.seed),
+            request.prompt,
+            self.config.vocab_size,
+            self.eos_ids,
+            job.seed,
+            output_ids=request.output,
+        )
+        self.steps.admit(request.slot, row, request.limit - 1)
+
+    def _prefill(self, chunk: Chunk) -> None:
+        request = chunk.request
+        tokens = request.slice(chunk.start, chunk.start + chunk.count)
+        token, logits = self.steps.prefill(tokens, request.slot, chunk.start, chunk.final)
+        if chunk.final:
+            self._expect([request], token, logits)
 
     def _expect(self, requests: Sequence[Request], tokens, logits) -> None:
         rows = [(self._jobs[r.id], r.epoch) for r in requests]
@@ -253,15 +298,11 @@ class Engine:
             array.copy_to_host_async()
         self._inflight.append(_Result(rows, tokens, details))
 
-    def _sync_tables(self) -> None:
+    def _sync_tables(self, moved: Sequence[Request]) -> None:
         """Send the block tables when a page changed hands."""
-        changed = False
-        for request in self.scheduler.running:
-            row, pages = self._tables[request.slot], request.pages
-            if not np.array_equal(row[: len(pages)], pages):
-                row[: len(pages)] = pages
-                changed = True
-        if changed:
+        for request in moved:
+            self._tables[request.slot, : len(request.pages)] = request.pages
+        if moved:
             self.steps.set_tables(self._tables.copy())
 
     def _read(self, result: _Result) -> None:
@@ -277,35 +318,42 @@ class Engine:
         request = job.request
         if token < 0:
             message = "the model's logits held NaN or no token could be drawn"
-            self._finish(
-                job, Event(request.id, finish_reason="error", error=message, prompt_tokens=len(request.prompt))
-            )
+            self._finish(job, _event(request, finish_reason="error", error=message))
             return
         self.generated_tokens += 1
         request.output.append(token)
         scores = _token_logprob(job.params.logprobs, token, details, row)
         stop = token if token in job.stops and len(request.output) >= job.params.min_tokens else None
         full = len(request.prompt) + len(request.output) >= request.limit
-        event = Event(
-            request.id,
+        event = _event(
+            request,
             token_ids=() if stop is not None else (token,),
             logprobs=None if scores is None or stop is not None else (scores,),
             finish_reason="stop" if stop is not None else "length" if full else None,
             stop_token=stop,
-            prompt_tokens=len(request.prompt),
         )
         if event.finish_reason is None:
-            job.on_event(event)
+            self._tell(job, event)
         else:
             self._finish(job, event)
 
     def _finish(self, job: _Job, event: Event) -> None:
         if job.request.slot is not None and event.finish_reason in ("abort", "error"):
             self.steps.release(job.request.slot)
-        self.scheduler.end(job.request)
+        # What a failed request computed or took up may be what made it fail: nobody is to find it.
+        for op in self.scheduler.end(job.request, keep=event.finish_reason != "error"):
+            self._do(op)
         with self._wake:
             self._jobs.pop(job.request.id, None)
-        job.on_event(event)
+        self._tell(job, event)
+
+    def _tell(self, job: _Job, event: Event) -> None:
+        """A listener that fails loses its own request, and nobody else's."""
+        try:
+            job.on_event(event)
+        except Exception:
+            log.exception("the listener of request %s failed; the request is aborted", job.request.id)
+            self.abort(job.request.id)
 
     def _drop_all(self, reason: str, error: str | None) -> None:
         with self._wake:
@@ -314,9 +362,8 @@ class Engine:
             self._inbox.clear()
         self._inflight.clear()
         for job in jobs:
-            self.scheduler.end(job.request)
-            event = Event(job.request.id, finish_reason=reason, error=error, prompt_tokens=len(job.request.prompt))
-            job.on_event(event)
+            self.scheduler.end(job.request, keep=False)
+            self._tell(job, _event(job.request, finish_reason=reason, error=error))
 
     # -- validation ------------------------------------------------------------------------------------------------
 
@@ -334,6 +381,10 @@ class Engine:
             )
         wanted = room if params.max_tokens is None else len(prompt) + params.max_tokens
         return min(wanted, room)
+
+
+def _event(request: Request, **news) -> Event:
+    return Event(request.id, prompt_tokens=len(request.prompt), cached_tokens=request.cached or 0, **news)
 
 
 def _token_logprob(wanted: int | None, token: int, details: tuple | None, row: int) -> TokenLogprob | None:

@@ -1,41 +1,66 @@
 """Who is prefilled, who decodes, who waits, who ends: pure Python over slots and pages, no JAX.
 
-The scheduler owns every slot and page. A request waits until a slot and the pages of its tokens are free, is prefilled
-in chunks, then takes part in every decode step until it ends. Pages grow with the request; when none is left, the
-youngest running request gives everything back and returns to the head of the queue with what it generated so far as
-part of its tokens, so nothing is lost.
+The scheduler owns every slot and page. A request waits until a slot and the pages of its tokens are free, takes up what
+the prefix cache has of its tokens, is prefilled in chunks, then takes part in every decode step until it ends. Pages
+grow with the request. When none is left, cached prefixes are evicted; when there are none of those, the youngest
+running request gives everything back and returns to the head of the queue with what it generated so far as part of its
+tokens, so nothing is lost.
+
+A plan lists what the device has to do in the order of the decisions, and the device does it in that order. So every
+decision may rely on all before it: a page given up is still intact for the copy that was decided earlier.
 """
 
 from __future__ import annotations
 
+import array
 import collections
 import dataclasses
 from collections.abc import Iterable, Sequence
 
+from flint_jax.prefix_cache import ID_BYTES, Hit, Node, PagePool, PrefixCache, Snapshot, common
+
 # Tokens that may be in flight when a step is planned: the host reads one step late.
 LOOKAHEAD = 2
+INTERVAL = 8192  # tokens between snapshots inside a long prompt
+SHARE = 4  # the snapshots inside one prompt take at most this fraction of all: 1 / SHARE
+WORTH = 2  # pages of prefill that are worth a snapshot of their own, or waiting for somebody else's
+PIECES = 4  # most prefill pieces of one iteration: however short, each costs about as much as a quarter of the budget
 
 
 @dataclasses.dataclass(eq=False)
 class Request:
-    """One sequence. ``tokens``: prompt, then what was generated and seen by the host."""
+    """One sequence: a prompt, then what was generated and seen by the host.
+
+    salt: requests share prefixes only with those of the same salt. reuse: whether it may take up cached prefixes.
+    """
 
     id: str
     prompt: tuple[int, ...]
     limit: int  # most tokens in all, prompt included
+    salt: str = ""
+    reuse: bool = True
     output: list[int] = dataclasses.field(default_factory=list)
     slot: int | None = None
     pages: list[int] = dataclasses.field(default_factory=list)
-    prefilled: int = 0  # tokens handed to prefill since the last admission
+    prefilled: int = 0  # tokens in the cache or handed to prefill since the last admission
     target: int = 0  # tokens to prefill: all that were known at admission
     dispatched: int = 0  # tokens drawn or being drawn, as far as steps were dispatched
     ended: bool = False
     epoch: int = 0  # counts admissions: results of an earlier one are stale
+    cached: int | None = None  # prompt tokens found in the cache at the first admission
+    marks: list[int] = dataclasses.field(default_factory=list)  # where prefill is cut for a snapshot, last first
+    branch: int = 0  # the mark at which its prompt leaves a known path
+    leader: tuple[Request, int] | None = None  # what it waited for: another's prefill to reach this position
+    lineage: list[Snapshot] = dataclasses.field(default_factory=list)  # snapshots it came from or left behind
+    trail: Node | None = None  # where its path in the prefix cache was last seen
+
+    def __post_init__(self) -> None:
+        self._prompt_bytes = array.array("i", self.prompt).tobytes()
 
     @property
-    def tokens(self) -> Sequence[int]:
-        """Prompt and output."""
-        return (*self.prompt, *self.output)
+    def known(self) -> int:
+        """How many tokens there are."""
+        return len(self.prompt) + len(self.output)
 
     @property
     def decoding(self) -> bool:
@@ -46,6 +71,42 @@ class Request:
     def exhausted(self) -> bool:
         """Every token it may have is dispatched."""
         return len(self.prompt) + self.dispatched >= self.limit
+
+    def slice(self, start: int, stop: int) -> Sequence[int]:
+        """Tokens of positions [start, stop)."""
+        edge = len(self.prompt)
+        return (*self.prompt[start:stop], *self.output[max(start - edge, 0) : max(stop - edge, 0)])
+
+    def span(self, start: int, stop: int) -> bytes:
+        """The same, four bytes each."""
+        edge = len(self.prompt)
+        head = self._prompt_bytes[4 * start : 4 * min(stop, edge)] if start < edge else b""
+        if stop <= edge:
+            return head
+        return head + array.array("i", self.output[max(start - edge, 0) : stop - edge]).tobytes()
+
+
+@dataclasses.dataclass(frozen=True)
+class Admit:
+    """The request gets its slot."""
+
+    request: Request
+
+
+@dataclasses.dataclass(frozen=True)
+class Restore:
+    """Copy snapshot ``index`` into the rings of ``slot``."""
+
+    index: int
+    slot: int
+
+
+@dataclasses.dataclass(frozen=True)
+class CopyPage:
+    """Copy a page, before its copy is written to."""
+
+    source: int
+    target: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,32 +120,82 @@ class Chunk:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
-    """One iteration: freshly admitted requests, prefill chunks, then one decode step of these requests."""
+class Save:
+    """Copy the rings of ``slot`` to snapshot ``index``."""
 
-    admitted: tuple[Request, ...]
-    chunks: tuple[Chunk, ...]
+    slot: int
+    index: int
+
+
+Op = Admit | Restore | CopyPage | Chunk | Save
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """One iteration: ``ops`` in order, then one decode step of the requests in ``decode``.
+
+    moved: running requests whose pages changed, so that their block tables are to be sent before anything else.
+    """
+
+    ops: tuple[Op, ...]
     decode: tuple[Request, ...]
     preempted: tuple[Request, ...]
+    moved: tuple[Request, ...]
+
+    @property
+    def chunks(self) -> tuple[Chunk, ...]:
+        """Its pieces of prefill."""
+        return tuple(op for op in self.ops if isinstance(op, Chunk))
+
+    @property
+    def admitted(self) -> tuple[Request, ...]:
+        """Requests that got a slot."""
+        return tuple(op.request for op in self.ops if isinstance(op, Admit))
 
     @property
     def empty(self) -> bool:
-        """Nothing to do."""
-        return not (self.chunks or self.decode)
+        """No token will come of it."""
+        return not (self.decode or any(isinstance(op, Chunk) for op in self.ops))
 
 
 class Scheduler:
-    """slots, pages: how many there are. chunk: most prefill tokens of one piece; budget: of one iteration."""
+    """slots, pages: how many there are. chunks: lengths of prefill pieces that are compiled, ascending.
 
-    def __init__(self, slots: int, pages: int, page_size: int, chunk: int, budget: int | None = None):
-        self.slots, self.pages, self.page_size = slots, pages, page_size
-        self.chunk = chunk
-        self.budget = max(budget or chunk, 1)
+    budget: most tokens of prefill, padding included, between two decode steps. snapshots, window, ring: size of the
+    prefix cache and of a slot's rings; without snapshots nothing is shared.
+    """
+
+    def __init__(
+        self,
+        slots: int,
+        pages: int,
+        page_size: int,
+        chunks: Sequence[int],
+        budget: int | None = None,
+        *,
+        snapshots: int = 0,
+        window: int = 1,
+        ring: int = 1,
+        interval: int = INTERVAL,
+    ):
+        self.slots, self.page_size, self.chunks = slots, page_size, tuple(chunks)
+        self.budget = max(budget or self.chunks[-1], 1)
+        self.interval = interval
+        self.pool = PagePool(pages)
+        self.cache = PrefixCache(self.pool, page_size, window, ring, snapshots)
         self.free_slots = list(range(slots - 1, -1, -1))
-        self.free_pages = list(range(pages - 1, -1, -1))
         self.waiting: collections.deque[Request] = collections.deque()
         self.running: list[Request] = []  # oldest first
         self.preemptions = 0
+        self.queries = self.hits = 0  # prompt tokens looked up in the prefix cache, and found there
+        self.prefilled = 0  # tokens handed to prefill
+        self._oldest_first = False
+        self._refused: tuple | None = None  # who could not be admitted, and the state of pool and cache then
+
+    @property
+    def pages(self) -> int:
+        """How many there are."""
+        return self.pool.pages
 
     def capacity(self) -> int:
         """Most tokens one request can ever hold."""
@@ -96,106 +207,280 @@ class Scheduler:
             raise ValueError(f"request of {request.limit} tokens, the pool holds {self.capacity()}")
         self.waiting.append(request)
 
-    def end(self, request: Request) -> None:
-        """Give back whatever the request holds, wherever it is. Idempotent."""
+    def end(self, request: Request, *, keep: bool = True) -> list[Op]:
+        """Give back whatever the request holds, wherever it is; returns what the device has to do first. Idempotent.
+
+        keep: leave its prefix to the cache. False when its results cannot be trusted: whatever it left or came from is
+        then forgotten.
+        """
         if request.ended:
-            return
+            return []
         request.ended = True
+        ops: list[Op] = []
+        if not keep:
+            self.cache.remove(request.lineage)
         if request in self.running:
             self.running.remove(request)
+            if keep:
+                self._save(request, ops)
         elif request in self.waiting:
             self.waiting.remove(request)
         self._strip(request)
+        request.lineage = []
+        return ops
 
     def plan(self) -> Plan:
         """Decide one iteration and take the pages it needs."""
+        ops: list[Op] = []
         preempted: list[Request] = []
+        moved: list[Request] = []
         decode = []
         for request in list(self.running):
             if request.slot is None or not request.decoding or request.exhausted:
                 continue
-            if self._grow(request, preempted):
+            if self._grow(request, ops, preempted, moved):
                 decode.append(request)
         decode = [r for r in decode if r.slot is not None]
         for request in decode:
             request.dispatched += 1
-        admitted, chunks, left = [], [], self.budget
-        for request in self.running:
-            if left <= 0:
+        for request in tuple(self.waiting) if self.free_slots and not preempted else ():
+            if self._follows(request):
+                continue
+            if not self.free_slots or not self._admit(request, ops):
                 break
-            if not request.decoding:
-                left = self._chunks(request, left, chunks)
-        while left > 0 and self.waiting and self.free_slots and not preempted:
-            request = self.waiting[0]
-            if not self._admit(request):
-                break
-            self.waiting.popleft()
-            admitted.append(request)
-            left = self._chunks(request, left, chunks)
-        return Plan(tuple(admitted), tuple(chunks), tuple(decode), tuple(preempted))
+            self.waiting.remove(request)
+            moved.append(request)
+        self._prefill(ops)
+        moved = [r for r in moved if r.slot is not None]
+        return Plan(tuple(ops), tuple(decode), tuple(preempted), tuple(moved))
 
-    # -- inside ----------------------------------------------------------------------------------------------------
+    # -- prefill ---------------------------------------------------------------------------------------------------
 
-    def _chunks(self, request: Request, left: int, chunks: list[Chunk]) -> int:
-        while left > 0 and request.prefilled < request.target:
-            count = min(self.chunk, left, request.target - request.prefilled)
-            final = request.prefilled + count == request.target
-            chunks.append(Chunk(request, request.prefilled, count, final))
-            request.prefilled += count
-            left -= count
-            if final:
-                request.dispatched += 1  # the final chunk draws a token
-        return left
+    def _prefill(self, ops: list[Op]) -> None:
+        """Hand out the budget. Half of the turns go to the oldest request, half to the one with the fewest tokens left:
+        no long prompt holds up a short one by more than a piece, and no stream of short ones starves a long one."""
+        order = [r for r in self.running if not r.decoding]
+        if not order:
+            return
+        self._oldest_first = not self._oldest_first
+        left, begun = self.budget, False
+        order.sort(key=lambda r: r.target - r.prefilled)
+        if self._oldest_first:
+            oldest = next(r for r in self.running if not r.decoding)
+            order.remove(oldest)
+            order.insert(0, oldest)
+        for request in order:
+            while not request.decoding and (count := self._piece(request, left, begun)):
+                self._chunk(request, count, ops)
+                left -= self._cost(count)
+                begun = True
+
+    def _piece(self, request: Request, left: int, begun: bool) -> int:
+        """Tokens of the next piece within what is left of the budget; 0 for none."""
+        edge = request.marks[-1] if request.marks else request.target
+        room = min(edge - request.prefilled, self.chunks[-1], self.budget)
+        if self._cost(room) <= left:
+            return room
+        fitting = [c for c in self.chunks if c < room and self._cost(c) <= left]
+        if fitting:
+            return fitting[-1]
+        return 0 if begun else min(room, left)
+
+    def _cost(self, count: int) -> int:
+        """What a piece takes of the budget: its padded length, and something for being a piece."""
+        padded = next(c for c in self.chunks if c >= count)
+        return max(min(padded, self.budget), self.budget // PIECES)
+
+    def _chunk(self, request: Request, count: int, ops: list[Op]) -> None:
+        final = request.prefilled + count == request.target
+        ops.append(Chunk(request, request.prefilled, count, final))
+        request.prefilled += count
+        self.prefilled += count
+        if final:
+            request.dispatched += 1  # the final chunk draws a token
+        if request.marks and request.marks[-1] == request.prefilled:
+            request.marks.pop()
+            self._save(request, ops, passing=request.prefilled != request.branch)
+        elif final:
+            self._save(request, ops)
+
+    # -- pages and slots -------------------------------------------------------------------------------------------
 
     def _need(self, tokens: int) -> int:
         return -(-tokens // self.page_size)
 
-    def _admit(self, request: Request) -> bool:
-        known = len(request.prompt) + len(request.output)
-        need = self._need(min(known + LOOKAHEAD, request.limit))
-        if need > len(self.free_pages):
+    def _admit(self, request: Request, ops: list[Op]) -> bool:
+        """Slot, pages and what the cache has. The running requests are left a page each: they may need it next."""
+        now = (request, self.pool.changes, self.cache.clock)
+        if self._refused == now:
             return False
+        need = self._need(min(request.known + LOOKAHEAD, request.limit))
+        hit = self._find(request)
+        shared = hit.snapshot.pages() if hit.position else []
+        copied = shared[hit.position // self.page_size] if hit.position % self.page_size else None
+        shared = shared[: hit.position // self.page_size]
+        for page in shared:
+            self.pool.use(page)
+        if need - len(shared) + len(self.running) > self.pool.available:
+            for page in shared:
+                self.pool.drop(page)
+            self._refused = (request, self.pool.changes, self.cache.clock)
+            return False
+        self._refused = None
+        self.cache.touch(hit)
         request.slot = self.free_slots.pop()
-        request.pages = [self.free_pages.pop() for _ in range(need)]
-        request.prefilled = 0
-        request.target = known
+        request.pages = shared
+        request.trail = self._trail(hit)
+        ops.append(Admit(request))
+        if hit.position:
+            request.lineage.append(hit.snapshot)
+            ops.append(Restore(hit.snapshot.index, request.slot))
+        while len(request.pages) < need:
+            request.pages.append(self._take())
+        if copied is not None:
+            # The source may just have been evicted, even taken for this request; nothing was written to it since.
+            ops.append(CopyPage(copied, request.pages[hit.position // self.page_size]))
+        request.prefilled = hit.position
+        request.target = request.known
         request.dispatched = len(request.output)
+        request.marks = self._marks(request, hit)
         request.epoch += 1
+        if request.cached is None:
+            request.cached = hit.position
+            if request.reuse and self.cache.count:
+                self.queries += len(request.prompt)
+                self.hits += hit.position
         self.running.append(request)
         return True
 
-    def _grow(self, request: Request, preempted: list[Request]) -> bool:
+    def _find(self, request: Request) -> Hit:
+        if not request.reuse:
+            return Hit(None, 0, 0)
+        # One token at least is computed, so that there are logits.
+        return self.cache.find(request.salt, request.span, request.known - 1)
+
+    def _trail(self, hit: Hit) -> Node | None:
+        """The cache's node of the last full page that is taken up."""
+        if not hit.position:
+            return None
+        node = hit.snapshot.node
+        while node.depth > hit.position // self.page_size:
+            node = node.parent
+        return node
+
+    def _marks(self, request: Request, hit: Hit) -> list[int]:
+        """Where to keep snapshots inside the prompt, last first: where it leaves a known path (others will leave it
+        there, too), and every interval of a long prompt."""
+        if not self.cache.count:
+            return []
+        inside = range(hit.position + 1, request.target)
+        most = max(self.cache.count // SHARE, 1)
+        step = max(self.interval, self._need(-(-request.target // (most + 1))) * self.page_size)
+        marks = {p for p in range(step, request.target, step) if p in inside}
+        request.branch = 0
+        if hit.seen in inside and hit.seen - hit.position >= WORTH * self.page_size:
+            request.branch = hit.seen
+            marks.add(hit.seen)
+        return sorted(marks, reverse=True)
+
+    def _follows(self, request: Request) -> bool:
+        """Whether to wait for another's prefill of the same beginning, which is quicker than doing it again.
+
+        It waits once, for one leader, and no longer than that prefill takes; others pass it meanwhile.
+        """
+        if request.leader is None and request.reuse and self.cache.count:
+            request.leader = self._leader(request)
+        if request.leader is None:
+            return False
+        other, position = request.leader
+        return other.slot is not None and other.prefilled < position
+
+    def _leader(self, request: Request) -> tuple[Request, int] | None:
+        """Whom to wait for, and until it has come how far."""
+        for other in self.running:
+            most = min(request.known - 1, other.target)
+            first = min(self.page_size, most)
+            if other.decoding or other.salt != request.salt or request.span(0, first) != other.span(0, first):
+                continue
+            same = common(request.span(0, most), other.span(0, most)) // ID_BYTES
+            until = other.target
+            if same < self.cache.lowest(other.target):  # its last snapshot will not do
+                same = until = same // self.page_size * self.page_size
+            if until <= other.prefilled or same - self._find(request).position < WORTH * self.page_size:
+                continue
+            if until < other.target and until not in other.marks:
+                other.marks = sorted([*other.marks, until], reverse=True)
+                other.branch = until
+            return other, until
+        return None
+
+    def _take(self) -> int:
+        if not self.cache.reclaim():
+            raise AssertionError("a page was promised, and there is none")
+        return self.pool.take()
+
+    def _grow(self, request: Request, ops: list[Op], preempted: list[Request], moved: list[Request]) -> bool:
         """Pages for the token about to be written; False when the request itself had to give way."""
-        known = len(request.prompt) + request.dispatched
-        need = self._need(min(known + LOOKAHEAD, request.limit))
+        need = self._need(min(len(request.prompt) + request.dispatched + LOOKAHEAD, request.limit))
+        if len(request.pages) < need:
+            moved.append(request)
         while len(request.pages) < need:
-            if self.free_pages:
-                request.pages.append(self.free_pages.pop())
+            if self.pool.available:
+                request.pages.append(self._take())
                 continue
             victim = self.running[-1]
-            self._preempt(victim)
+            self._preempt(victim, ops)
             preempted.append(victim)
             if victim is request:
                 return False
         return True
 
-    def _preempt(self, request: Request) -> None:
+    def _preempt(self, request: Request, ops: list[Op]) -> None:
+        self._save(request, ops)
         self.running.remove(request)
         self._strip(request)
         self.waiting.appendleft(request)
         self.preemptions += 1
 
+    def _save(self, request: Request, ops: list[Op], *, passing: bool = False) -> None:
+        """Leave what the request has in its pages and rings to the prefix cache."""
+        if request.decoding:
+            # The last token read is not in the cache for sure, those being drawn may be in it already.
+            high = max(request.target, request.known - 1)
+            end = max(request.target, len(request.prompt) + request.dispatched - 1)
+        else:
+            high = end = request.prefilled
+        snapshot = self.cache.insert(
+            request.salt, request.span, request.pages, high, end, trail=request.trail, passing=passing
+        )
+        if snapshot is not None:
+            request.trail = snapshot.node
+            request.lineage.append(snapshot)
+            ops.append(Save(request.slot, snapshot.index))
+
     def _strip(self, request: Request) -> None:
         if request.slot is not None:
             self.free_slots.append(request.slot)
             request.slot = None
-        self.free_pages.extend(request.pages)
+        for page in request.pages:
+            self.pool.drop(page)
         request.pages = []
         request.prefilled = request.target = 0
+        request.marks = []
+        request.trail = None
 
     def check(self, requests: Iterable[Request]) -> None:
-        """Raise AssertionError unless every slot and page has exactly one owner (for tests)."""
-        held = [p for r in requests for p in r.pages]
-        assert sorted(held + self.free_pages) == list(range(self.pages)), "a page is lost or owned twice"
+        """Raise AssertionError unless every slot, page and snapshot is accounted for exactly (for tests)."""
+        requests = list(requests)
+        pool, cache = self.pool, self.cache
         taken = [r.slot for r in requests if r.slot is not None]
         assert sorted(taken + self.free_slots) == list(range(self.slots)), "a slot is lost or owned twice"
+        uses = collections.Counter(p for r in requests for p in r.pages)
+        keeps = collections.Counter(node.page for node in cache.nodes())
+        keeps.update(s.tail for s in cache.snapshots.values() if s.tail is not None)
+        assert pool.uses == [uses[p] for p in range(self.pages)], "a page's users are miscounted"
+        assert pool.keeps == [keeps[p] for p in range(self.pages)], "a page's holds are miscounted"
+        idle = [p for p in range(self.pages) if not uses[p] and not keeps[p]]
+        assert sorted(pool.free) == idle, "a page is lost or free while needed"
+        assert pool.used == len(uses), "pages in use are miscounted"
+        assert sorted([*cache.snapshots, *cache.free]) == list(range(cache.count)), "a snapshot is lost or owned twice"

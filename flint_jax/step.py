@@ -20,7 +20,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from flint_jax import decode, sampling
+from flint_jax import decode, sampling, snapshots
 from flint_jax.cache import CachedAttention, KVCache, table_width
 from flint_jax.model import Flint
 from flint_jax.sampling import SlotRow, SlotSampling
@@ -56,13 +56,17 @@ class State:
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """What is compiled ahead: batch sizes of decode, chunk lengths of prefill, both ascending."""
+    """What is compiled ahead: batch sizes of decode, chunk lengths of prefill, both ascending.
+
+    snapshots: rings that the prefix cache can keep; 0 means that there is no prefix cache.
+    """
 
     slots: int
     pages: int
     max_context: int
     batches: tuple[int, ...]
     chunks: tuple[int, ...]
+    snapshots: int = 0
 
     def batch(self, rows: int) -> int:
         """Smallest compiled batch for ``rows`` rows."""
@@ -181,6 +185,11 @@ class Steps:
         self._rows: dict[tuple[int, ...], Array] = {}
         self._admit = jax.jit(_admit, donate_argnums=0)
         self._release = jax.jit(_release, donate_argnums=0)
+        # Apart from the state: no decode step has to carry them.
+        self.snapshots = snapshots.Snapshots.create(model.config, sizes.snapshots, model.numerics.dtype)
+        self._save = jax.jit(snapshots.save, donate_argnums=0)
+        self._restore = jax.jit(snapshots.restore, donate_argnums=(0, 1))
+        self._copy_page = jax.jit(snapshots.copy_page, donate_argnums=(0, 1))
         self._logprobs = jax.jit(functools.partial(sampling.logprobs, k=sampling.MAX_LOGPROBS))
         self._compiled: dict[tuple, Callable] = {}
 
@@ -210,6 +219,14 @@ class Steps:
             ("admit", 0): lambda: self._admit.lower(self.state, slot, row, slot),
             ("release", 0): lambda: self._release.lower(self.state, slot),
         }
+        if self.sizes.snapshots:
+            cache = self.state.cache
+            rings, pages = (cache.k_ring, cache.v_ring), (cache.k_pages, cache.v_pages)
+            lower |= {
+                ("save", 0): lambda: self._save.lower(self.snapshots, *rings, slot, slot),
+                ("restore", 0): lambda: self._restore.lower(*rings, self.snapshots, slot, slot),
+                ("copy page", 0): lambda: self._copy_page.lower(*pages, slot, slot),
+            }
         # XLA compiles outside Python's lock: two at a time keep two cores busy.
         with concurrent.futures.ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
             jobs = {pool.submit(lambda job=job: job().compile()): key for key, job in lower.items()}
@@ -240,6 +257,26 @@ class Steps:
         """Make a slot inert (abort)."""
         run = self._compiled.get(("release", 0), self._release)
         self.state = run(self.state, np.int32(slot))
+
+    def save(self, slot: int, index: int) -> None:
+        """Copy the rings of a slot to a snapshot."""
+        run = self._compiled.get(("save", 0), self._save)
+        cache = self.state.cache
+        self.snapshots = run(self.snapshots, cache.k_ring, cache.v_ring, np.int32(slot), np.int32(index))
+
+    def restore(self, index: int, slot: int) -> None:
+        """Copy a snapshot to the rings of a slot."""
+        run = self._compiled.get(("restore", 0), self._restore)
+        cache = self.state.cache
+        k, v = run(cache.k_ring, cache.v_ring, self.snapshots, np.int32(index), np.int32(slot))
+        self.state = dataclasses.replace(self.state, cache=dataclasses.replace(cache, k_ring=k, v_ring=v))
+
+    def copy_page(self, source: int, target: int) -> None:
+        """Copy a page of the full-attention layers."""
+        run = self._compiled.get(("copy page", 0), self._copy_page)
+        cache = self.state.cache
+        k, v = run(cache.k_pages, cache.v_pages, np.int32(source), np.int32(target))
+        self.state = dataclasses.replace(self.state, cache=dataclasses.replace(cache, k_pages=k, v_pages=v))
 
     def prefill(
         self, tokens: Sequence[int], slot: int, start: int, final: bool
