@@ -197,6 +197,7 @@ class Engine:
             "prefix_evictions": s.cache.evictions,
             "prefix_queries": s.queries,  # prompt tokens looked up, and found
             "prefix_hits": s.hits,
+            "cached_tokens": s.hits,
             "prefilled_tokens": s.prefilled,
             "slots": s.slots,
             "preemptions": s.preemptions,

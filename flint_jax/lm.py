@@ -208,7 +208,7 @@ class LanguageModel:
     def engine(self) -> Engine:
         """The small engine behind ``generate``: one slot, compiled as it goes. The server makes its own."""
         if self._engine is None:
-            self._engine = self.make_engine(max_num_seqs=1, compile_ahead=False)
+            self._engine = self.make_engine(max_num_seqs=1, compile_ahead=False, enable_prefix_caching=False)
         return self._engine
 
     def make_engine(
@@ -218,6 +218,8 @@ class LanguageModel:
         max_num_seqs: int | None = None,
         max_num_batched_tokens: int | None = None,
         gpu_memory_utilization: float = 0.9,
+        enable_prefix_caching: bool = True,
+        prefix_snapshots: int | None = None,
         seed: int = 0,
         compile_ahead: bool = True,
         progress=None,
@@ -225,7 +227,9 @@ class LanguageModel:
         """An engine over this model; its KV cache is sized from free device memory (``engine.memory`` says how).
 
         max_model_len: longest prompt + output, default the most the memory allows. max_num_seqs: slots.
-        max_num_batched_tokens: prefill tokens between two decode steps. Raises ConfigError when nothing fits.
+        max_num_batched_tokens: prefill tokens between two decode steps. enable_prefix_caching: take up prompts where an
+        earlier request had the same beginning. prefix_snapshots: places it may keep to do so, by default as many as
+        fit in a tenth of the cache's memory, at most eight a slot. Raises ConfigError when nothing fits.
         """
         plan = memory.plan(
             self.config,
@@ -234,6 +238,8 @@ class LanguageModel:
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             utilization=gpu_memory_utilization,
+            prefix_caching=enable_prefix_caching,
+            prefix_snapshots=prefix_snapshots,
         )
         steps = Steps(self.model, plan.sizes)
         engine = Engine(steps, eos_ids=self.eos_ids, seed=seed, budget=max_num_batched_tokens)

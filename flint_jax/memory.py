@@ -16,6 +16,9 @@ from flint_jax.step import Sizes
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 HOST_SHARE = 0.25  # of free host memory, when the host is the device
+SNAPSHOT_SHARE = 0.1  # of the room for the KV cache, for ring snapshots of the prefix cache ...
+SNAPSHOTS_PER_SLOT = 8  # ... and no more than this many for each slot
+PREFIX_ROOM = 2  # with a prefix cache: pages for this many times what the slots themselves can hold
 SAMPLING_BYTES = 9  # a slot's sampling state per vocabulary entry: bool, int32, float32
 
 
@@ -37,11 +40,13 @@ class MemoryPlan:
     workspace: int
     page_bytes: int
     slot_bytes: int
+    snapshot_bytes: int
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of the KV cache and the slots' sampling state."""
-        return self.sizes.pages * self.page_bytes + self.sizes.slots * self.slot_bytes
+        """Bytes of the KV cache, the slots' sampling state and the snapshots."""
+        s = self.sizes
+        return s.pages * self.page_bytes + s.slots * self.slot_bytes + s.snapshots * self.snapshot_bytes
 
     def table(self) -> str:
         """A few lines for people."""
@@ -52,6 +57,8 @@ class MemoryPlan:
             (f"{s.slots} slots (window rings, sampling)", s.slots * self.slot_bytes),
             (f"{s.pages} pages = {s.pages * PAGE:,} tokens", s.pages * self.page_bytes),
         ]
+        if s.snapshots:
+            rows.append((f"{s.snapshots} snapshots for the prefix cache", s.snapshots * self.snapshot_bytes))
         lines = [f"  {name:<38}{size / 2**30:>9.2f} GiB" for name, size in rows]
         return "\n".join([*lines, f"  longest request: {s.max_context:,} tokens"])
 
@@ -64,13 +71,16 @@ def plan(
     max_num_seqs: int | None = None,
     max_num_batched_tokens: int | None = None,
     utilization: float = 0.9,
+    prefix_caching: bool = False,
+    prefix_snapshots: int | None = None,
 ) -> MemoryPlan:
     """Slots and pages for the free memory of the default device.
 
-    max_model_len: longest request wanted; lowered to what the pool holds. Raises ConfigError when not even one page
-    per slot fits, or a number is out of range.
+    max_model_len: longest request wanted; lowered to what the pool holds. prefix_snapshots: how many rings the prefix
+    cache may keep, default a tenth of the room, at most eight a slot; 0 switches it off, too. Raises ConfigError when
+    not even one page per slot fits, or a number is out of range.
     """
-    _check(max_model_len, max_num_seqs, max_num_batched_tokens, utilization)
+    _check(max_model_len, max_num_seqs, max_num_batched_tokens, utilization, prefix_snapshots)
     on_host = jax.default_backend() == "cpu"
     itemsize = jnp.dtype(numerics.dtype).itemsize
     slots = max_num_seqs or (4 if on_host else 16)
@@ -80,21 +90,28 @@ def plan(
     free = _free_bytes(utilization, on_host)
     workspace = _workspace(config, chunk, slots, itemsize)
     room = free - workspace - slots * slot
-    wanted = -(-(max_model_len + 1) // PAGE) * slots
+    snapshot = slot_bytes(config, itemsize)
+    snapshots = 0
+    if prefix_caching:
+        most = min(SNAPSHOTS_PER_SLOT * slots, int(max(room, 0) * SNAPSHOT_SHARE) // snapshot)
+        snapshots = most if prefix_snapshots is None else prefix_snapshots
+    room -= snapshots * snapshot
+    wanted = -(-(max_model_len + 1) // PAGE) * slots * (PREFIX_ROOM if snapshots else 1)
     pages = min(room // page, wanted) if page else wanted
     if pages < slots or pages < 1:
         raise ConfigError(
             f"no room for the KV cache: {free / 2**30:.2f} GiB are free, activations take {workspace / 2**30:.2f} GiB, "
-            f"{slots} slots take {slots * slot / 2**30:.2f} GiB, and a page of {PAGE} tokens {page / 2**20:.2f} MiB. "
-            "Lower --max-num-seqs or --max-num-batched-tokens, or raise --gpu-memory-utilization."
+            f"{slots} slots take {slots * slot / 2**30:.2f} GiB, {snapshots} snapshots of the prefix cache "
+            f"{snapshots * snapshot / 2**30:.2f} GiB, and a page of {PAGE} tokens {page / 2**20:.2f} MiB. "
+            "Lower --max-num-seqs, --prefix-snapshots or --max-num-batched-tokens, or raise --gpu-memory-utilization."
         )
     longest = min(max_model_len, pages * PAGE)
     batches = (*(b for b in BATCHES if b < slots), slots)
-    sizes = Sizes(slots, int(pages), longest, batches, _chunks(chunk))
-    return MemoryPlan(sizes, free, workspace, page, slot)
+    sizes = Sizes(slots, int(pages), longest, batches, _chunks(chunk), snapshots)
+    return MemoryPlan(sizes, free, workspace, page, slot, snapshot)
 
 
-def _check(max_model_len, max_num_seqs, max_num_batched_tokens, utilization) -> None:
+def _check(max_model_len, max_num_seqs, max_num_batched_tokens, utilization, prefix_snapshots) -> None:
     for name, value in (
         ("max_model_len", max_model_len),
         ("max_num_seqs", max_num_seqs),
@@ -102,6 +119,8 @@ def _check(max_model_len, max_num_seqs, max_num_batched_tokens, utilization) -> 
     ):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise ConfigError(f"{name} = {value!r}: need a positive integer")
+    if prefix_snapshots is not None and (not isinstance(prefix_snapshots, int) or prefix_snapshots < 0):
+        raise ConfigError(f"prefix_snapshots = {prefix_snapshots!r}: need a whole number, 0 or more")
     if not 0 < utilization <= 1:
         raise ConfigError(f"gpu_memory_utilization = {utilization!r}: need a number above 0, at most 1")
 

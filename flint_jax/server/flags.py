@@ -36,6 +36,8 @@ class ModelSettings:
     max_num_seqs: int | None
     max_num_batched_tokens: int | None
     gpu_memory_utilization: float
+    enable_prefix_caching: bool
+    prefix_snapshots: int | None
 
 
 # Flags of vllm serve that ask for what is always so here: accepted, so that copied commands work.
@@ -165,6 +167,19 @@ def make_parser() -> argparse.ArgumentParser:
         help="share of the GPU's memory to use",
     )
     g.add_argument(
+        "--enable-prefix-caching",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="do not compute again what prompts have in common with earlier ones",
+    )
+    g.add_argument(
+        "--prefix-snapshots",
+        type=_whole(0, 1 << 16),
+        metavar="N",
+        help="points in earlier requests that prompts can be taken up from, 40 MB each at full size "
+        "(default: a tenth of the cache's memory, at most eight for each of --max-num-seqs)",
+    )
+    g.add_argument(
         "--max-num-queued-reqs",
         type=_whole(0, 1 << 20),
         metavar="N",
@@ -287,6 +302,8 @@ def parse(argv: Sequence[str]) -> tuple[ModelSettings, ServerSettings, list[str]
         max_num_seqs=args.max_num_seqs,
         max_num_batched_tokens=args.max_num_batched_tokens,
         gpu_memory_utilization=args.gpu_memory_utilization,
+        enable_prefix_caching=args.enable_prefix_caching,
+        prefix_snapshots=args.prefix_snapshots,
     )
     server_settings = ServerSettings(
         host=args.host,

@@ -69,11 +69,12 @@ def check_path(model: ModelSettings) -> None:
 def load(settings: ModelSettings, progress: Callable[[str], None]) -> ServedModel:
     """Load, compile and start the engine. Raises FlintError or StartError with a message for the user."""
     progress("importing jax")
-    from flint_jax import compile_cache, memory, sampling
+    from flint_jax import compilations, compile_cache, memory, sampling
     from flint_jax import lm as loading
     from flint_jax.chat import ChatTemplate
     from loaders.synthetic import embedded_checkpoint
 
+    counted = compilations.watch()
     compile_cache.enable()
     memory.bound_transfer_buffers()
     progress("loading weights")
@@ -101,11 +102,14 @@ def load(settings: ModelSettings, progress: Callable[[str], None]) -> ServedMode
         max_num_seqs=settings.max_num_seqs,
         max_num_batched_tokens=settings.max_num_batched_tokens,
         gpu_memory_utilization=settings.gpu_memory_utilization,
+        enable_prefix_caching=settings.enable_prefix_caching,
+        prefix_snapshots=settings.prefix_snapshots,
         seed=settings.seed,
         progress=bar,
     )
     bar.close()
     engine.start()
+    counted.mark_ready()
     return ServedModel(
         names=settings.served_names or (lm.name,),
         engine=engine,
@@ -116,6 +120,7 @@ def load(settings: ModelSettings, progress: Callable[[str], None]) -> ServedMode
         resolve=sampling.resolve,
         vocab_size=lm.config.vocab_size,
         max_num_seqs=engine.stats()["slots"],
+        compilations=counted,
     )
 
 
