@@ -75,7 +75,7 @@ class Run:
         """Hand the prompt to the engine, n times. Raises ApiError when it does not fit the context."""
         sampling, ids = self.ask.sampling, self.prompt.ids
         for params in sampling.for_prompt(self.served, ids, param=self.ask.conversation.param):
-            job.submit(ids, params, self.id, constraint=self._held)
+            job.submit(ids, params, self.id, constraint=self._held, cache_salt=sampling.salt)
 
     async def pieces(self, job: Job) -> AsyncIterator[Piece | None]:
         """What the choices say, as it comes; None means silence. Problems are logged here and not passed on."""

@@ -158,7 +158,7 @@ class _Reply:
         """Hand every prompt to the engine, n times."""
         for ids in self._plan.prompts:
             for params in self._plan.sampling.for_prompt(self._served, ids, param="prompt"):
-                job.submit(ids, params, self._head["id"])
+                job.submit(ids, params, self._head["id"], cache_salt=self._plan.sampling.salt)
 
     async def whole(self, job: Job) -> dict[str, Any]:
         """The reply in one object."""

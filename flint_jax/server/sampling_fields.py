@@ -13,6 +13,7 @@ from flint_jax.server.state import ServedModel
 
 _MAX_STOPS = 64  # stop strings a request; each is watched for at every character
 _MAX_STOP_LENGTH = 4096
+_MAX_SALT = 1024
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,6 +23,7 @@ class Sampling:
     params: Any
     text: TextOptions
     n: int
+    salt: str | None = None  # ``cache_salt``: only requests with the same one share cached prefixes
 
     def for_prompt(self, served: ServedModel, prompt_ids: list[int], *, param: str) -> list[Any]:
         """Settings of the ``n`` engine requests for one prompt, ``max_tokens`` cut to the room that is left.
@@ -95,7 +97,14 @@ def read_sampling(fields: Fields, served: ServedModel, *, max_tokens: int | None
         include_stop=fields.boolean("include_stop_str_in_output"),
         skip_special_tokens=fields.boolean("skip_special_tokens", True),
     )
-    return Sampling(served.resolve(params, served.generation), text, n)
+    return Sampling(served.resolve(params, served.generation), text, n, _cache_salt(fields))
+
+
+def _cache_salt(fields: Fields) -> str | None:
+    salt = fields.string("cache_salt")
+    if salt is not None and not 0 < len(salt) <= _MAX_SALT:
+        raise fields.error("cache_salt", f"needs 1 to {_MAX_SALT} characters")
+    return salt
 
 
 def _token_ids(fields: Fields, served: ServedModel) -> tuple[int, ...]:
