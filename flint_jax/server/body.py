@@ -191,12 +191,17 @@ class Fields:
         return value
 
 
-_logged_unknown: set[str] = set()
+_logged: set[str] = set()
+
+
+def log_once(message: str) -> None:
+    """Log a message the first time; at most 100 different ones, so that no client can flood the log."""
+    if message not in _logged and len(_logged) < 100:
+        _logged.add(message)
+        log.info("%s", message)
 
 
 def log_unknown(fields: Fields, ignored: frozenset[str]) -> None:
-    """Say once, for each name, that a field was ignored; at most 100 names, so that no client can flood the log."""
+    """Say once, for each name, that a field was ignored."""
     for name in fields.unknown(ignored):
-        if name not in _logged_unknown and len(_logged_unknown) < 100:
-            _logged_unknown.add(name)
-            log.info("ignoring the unknown request field %.64r", name)
+        log_once(f"ignoring the unknown request field {name!r:.64}")

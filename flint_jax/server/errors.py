@@ -1,7 +1,8 @@
-"""What can go wrong with a request, and what the client is told: one exception, one shape, one table.
+"""What can go wrong with a request, and what the client is told: one exception, one table.
 
-The shape is OpenAI's: ``{"error": {"message", "type", "param", "code"}}``. Clients retry 408, 409, 429 and 5xx on their
-own, so a wrong 500 costs three runs: everything that the request caused is a 4xx.
+The shape is OpenAI's, ``{"error": {"message", "type", "param", "code"}}``, and Anthropic's on Anthropic's routes.
+Clients retry 408, 409, 429 and 5xx on their own, so a wrong 500 costs three runs: everything that the request caused is
+a 4xx.
 """
 
 from __future__ import annotations
@@ -28,6 +29,12 @@ ERROR_TYPES = {
     503: "service_unavailable_error",
 }
 
+# the same in Anthropic's protocol
+ANTHROPIC_TYPES = ERROR_TYPES | {413: "request_too_large", 500: "api_error", 503: "overloaded_error"}
+ANTHROPIC_PATH = "/v1/messages"
+
+TOO_LONG = "context_length_exceeded"
+
 # ``code`` of a RequestError -> status, where it is not 400
 CODE_STATUS = {
     "model_not_found": 404,
@@ -40,7 +47,12 @@ RETRY_AFTER_S = 2  # openai's client waits this long before its first retry of a
 
 
 class ApiError(Exception):
-    """An answer other than 200. ``status`` is the HTTP status; the rest goes into the error object."""
+    """An answer other than 200. ``status`` is the HTTP status; the rest goes into the error object.
+
+    tokens: of a prompt that is too long, how long it is and may be, in Anthropic's words.
+    """
+
+    tokens: str | None = None
 
     def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None):
         super().__init__(message)
@@ -52,12 +64,21 @@ class ApiError(Exception):
         kind = ERROR_TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
-    def response(self) -> JsonReply:
-        """The HTTP response, with Retry-After where trying again makes sense."""
+    def anthropic_body(self, request_id: str) -> dict[str, Any]:
+        """The same in Anthropic's shape, whose agents know a full context by the words "prompt is too long"."""
+        kind = ANTHROPIC_TYPES.get(self.status, "api_error" if self.status >= 500 else "invalid_request_error")
+        message = self.message
+        if self.code == TOO_LONG:
+            message = "prompt is too long: " + (self.tokens or message)
+        return {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}
+
+    def response(self, path: str = "", request_id: str = "") -> JsonReply:
+        """The HTTP response in the shape of the route, with Retry-After where trying again makes sense."""
         headers = {"retry-after": str(RETRY_AFTER_S)} if self.status in (429, 503) else {}
         if self.status == 401:
             headers["www-authenticate"] = "Bearer"
-        return JsonReply(self.body, self.status, headers)
+        anthropic = path == ANTHROPIC_PATH or path.startswith(ANTHROPIC_PATH + "/")
+        return JsonReply(self.anthropic_body(request_id) if anthropic else self.body, self.status, headers)
 
 
 class ClientGone(Exception):

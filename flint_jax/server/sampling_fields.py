@@ -8,7 +8,7 @@ from typing import Any
 
 from flint_jax.server.body import Fields
 from flint_jax.server.choices import TextOptions
-from flint_jax.server.errors import bad_request
+from flint_jax.server.errors import TOO_LONG, bad_request
 from flint_jax.server.state import ServedModel
 
 _MAX_STOPS = 64  # stop strings a request; each is watched for at every character
@@ -46,26 +46,37 @@ def check_length(served: ServedModel, length: int, *, wanted: int, param: str) -
     limit = served.max_model_len
     if length + wanted > limit:
         output = f" and at least {wanted} for the output" if wanted else ""
-        raise bad_request(
+        error = bad_request(
             f"This model's maximum context length is {limit} tokens. However, you requested {length} tokens in the "
             f"{param}{output}. Please reduce the length of the {param}.",
             param,
-            "context_length_exceeded",
+            TOO_LONG,
         )
+        error.tokens = f"{length} tokens > {limit - wanted} maximum"
+        raise error
 
 
-def read_sampling(fields: Fields, served: ServedModel, *, max_tokens: int | None, logprobs: int | None) -> Sampling:
+def read_sampling(
+    fields: Fields,
+    served: ServedModel,
+    *,
+    max_tokens: int | None,
+    logprobs: int | None = None,
+    stop: str = "stop",
+    one: bool = False,
+) -> Sampling:
     """Sampling settings of a request; what it leaves out comes from the model's own defaults.
 
-    max_tokens, logprobs: already read by the endpoint, since the two endpoints name and default them differently.
+    max_tokens, logprobs: already read by the endpoint, since endpoints name and default them differently.
+    stop: name of the field with stop strings. one: this protocol knows one choice only.
     Raises ApiError or RequestError, both naming the field.
     """
-    stop = fields.strings("stop")
-    if len(stop) > _MAX_STOPS or any(not 0 < len(s) <= _MAX_STOP_LENGTH for s in stop):
+    stops = fields.strings(stop)
+    if len(stops) > _MAX_STOPS or any(not 0 < len(s) <= _MAX_STOP_LENGTH for s in stops):
         raise fields.error(
-            "stop", f"needs at most {_MAX_STOPS} strings of 1 to {_MAX_STOP_LENGTH} characters, none empty"
+            stop, f"needs at most {_MAX_STOPS} strings of 1 to {_MAX_STOP_LENGTH} characters, none empty"
         )
-    n = fields.integer("n", 1, 1, 128)
+    n = 1 if one else fields.integer("n", 1, 1, 128)
     params = served.params(
         temperature=fields.number("temperature", low=0),
         top_p=fields.number("top_p", low=0, high=1),
@@ -91,7 +102,7 @@ def read_sampling(fields: Fields, served: ServedModel, *, max_tokens: int | None
     fields.unsupported("allowed_token_ids")
     fields.unsupported("logits_processors")
     text = TextOptions(
-        stop=tuple(stop),
+        stop=tuple(stops),
         stop_token_ids=params.stop_token_ids,
         min_tokens=params.min_tokens,
         include_stop=fields.boolean("include_stop_str_in_output"),

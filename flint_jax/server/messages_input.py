@@ -1,0 +1,220 @@
+"""From the request of Anthropic's protocol to a conversation in OpenAI's chat form."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from flint_jax.server.body import Fields, kind_of, log_once
+from flint_jax.server.chat_prompt import Conversation
+from flint_jax.server.errors import ApiError, bad_request
+from flint_jax.server.forced import AUTO, NONE, REQUIRED, ToolChoice
+from flint_jax.server.thinking import effort_kwargs, layered, type_kwargs
+from flint_jax.server.tools import check_function, named_choice, plain_choice
+
+# Claude Code's first system block: it changes with every request, and with it all that follows would be another prefix.
+_BILLING = "x-anthropic-billing-header:"
+_SAYS_ERROR = re.compile(r"\W*(tool_use_)?error", re.IGNORECASE)
+
+
+def read_conversation(fields: Fields) -> Conversation:
+    """The conversation of a Messages request. A last assistant turn of text is one to go on with.
+
+    Raises ApiError that names the block.
+    """
+    tools = _tools(fields)
+    choice, parallel = _choice(fields, tools)
+    system = _system(fields.raw("system"))
+    messages = _messages(fields)
+    last = messages[-1]
+    goes_on = last["role"] == "assistant" and bool(last["content"]) and not last.get("tool_calls")
+    return Conversation(
+        messages=[*([{"role": "system", "content": system}] if system else []), *messages],
+        tools=tools,
+        choice=choice,
+        parallel=parallel,
+        kwargs=layered(
+            type_kwargs(fields),
+            effort_kwargs(output_config(fields), "effort"),
+            fields.object("chat_template_kwargs") or {},
+        ),
+        add_generation_prompt=not goes_on,
+        continue_final_message=goes_on,
+    )
+
+
+def output_config(fields: Fields) -> Fields:
+    """``output_config``: effort and format."""
+    return Fields(fields.object("output_config") or {}, prefix="output_config.")
+
+
+def read_format(fields: Fields) -> dict[str, Any] | None:
+    """The format of ``output_config`` or of the older ``output_format``, as a ``response_format``."""
+    options = output_config(fields)
+    given = options.object("format")
+    source, name = (options, "format") if given else (fields, "output_format")
+    given = given or fields.object(name)
+    if not given:
+        return None
+    if given.get("type") != "json_schema" or not isinstance(given.get("schema"), dict):
+        raise source.error(name, 'must be {"type": "json_schema", "schema": {...}}')
+    return {"type": "json_schema", "json_schema": {"name": "output", "schema": given["schema"], "strict": True}}
+
+
+# -- tools -----------------------------------------------------------------------------------------------------------
+
+
+def _tools(fields: Fields) -> tuple[dict[str, Any], ...]:
+    tools = []
+    for n, tool in enumerate(fields.array("tools") or []):
+        where = f"tools[{n}]"
+        if not isinstance(tool, dict):
+            raise bad_request(f"{where} is {kind_of(tool)}; need an object", where, "invalid_type")
+        kind = tool.get("type")
+        if kind not in (None, "custom") and "input_schema" not in tool:
+            log_once(f"leaving out tools of the type {kind!r:.64}: Anthropic's servers run them, this one cannot")
+            continue
+        check_function(tool, where, "input_schema")
+        function = {"name": tool["name"], "description": tool.get("description") or ""}
+        function["parameters"] = tool.get("input_schema") or {"type": "object", "properties": {}}
+        if tool.get("strict"):
+            function["strict"] = True
+        tools.append({"type": "function", "function": function})
+    return tuple(tools)
+
+
+def _choice(fields: Fields, tools: Sequence[dict[str, Any]]) -> tuple[ToolChoice, bool]:
+    """(choice, whether calls may be parallel)."""
+    given = fields.object("tool_choice")
+    if given is None:
+        return plain_choice(fields, tools, AUTO), True
+    options = Fields(given, prefix="tool_choice.")
+    kind, parallel = options.string("type"), not options.boolean("disable_parallel_tool_use")
+    if kind == "tool":
+        return named_choice(fields, tools, options.string("name", "")), parallel
+    modes = {"auto": AUTO, "any": REQUIRED, "none": NONE}
+    if kind not in modes:
+        raise options.error("type", f"is {kind!r:.40}; need auto, any, tool or none")
+    return plain_choice(fields, tools, modes[kind]), parallel
+
+
+# -- messages --------------------------------------------------------------------------------------------------------
+
+
+def _system(given: Any) -> str:
+    texts = [given] if isinstance(given, str) else [_text(b, w) for b, w in _blocks(given or [], "system")]
+    return "\n".join(t for t in texts if not t.startswith(_BILLING))
+
+
+def _messages(fields: Fields) -> list[dict[str, Any]]:
+    given = fields.array("messages")
+    if not given:
+        raise bad_request("messages: at least one message is required", "messages", "missing_required_parameter")
+    names: dict[str, str] = {}  # of the calls so far, by id
+    out: list[dict[str, Any]] = []
+    for n, message in enumerate(given):
+        where = f"messages.{n}"
+        if not isinstance(message, dict):
+            raise bad_request(f"{where} is {kind_of(message)}; need an object", where, "invalid_type")
+        role, content = message.get("role"), message.get("content")
+        if role not in ("user", "assistant", "system"):
+            raise bad_request(f"{where}.role is {role!r:.40}; need user or assistant", f"{where}.role")
+        if content is None or isinstance(content, str):
+            out.append({"role": role, "content": content or ""})
+        elif role == "assistant":
+            out.append(_assistant(_blocks(content, f"{where}.content"), names))
+        else:
+            out += _user(role, _blocks(content, f"{where}.content"), names)
+    return out
+
+
+def _blocks(content: Any, where: str) -> list[tuple[dict[str, Any], str]]:
+    """(block, where it is) for each."""
+    if not isinstance(content, list):
+        raise bad_request(f"{where} is {kind_of(content)}; need a string or an array of blocks", where, "invalid_type")
+    for n, block in enumerate(content):
+        if not isinstance(block, dict):
+            raise bad_request(f"{where}.{n} is {kind_of(block)}; need an object", f"{where}.{n}", "invalid_type")
+    return [(block, f"{where}.{n}") for n, block in enumerate(content)]
+
+
+def _assistant(blocks: Sequence[tuple[dict[str, Any], str]], names: dict[str, str]) -> dict[str, Any]:
+    texts, thoughts, calls = [], [], []
+    for block, where in blocks:
+        match block.get("type"):
+            case "thinking":
+                thoughts.append(_string(block, "thinking", where))
+            case "redacted_thinking":
+                pass  # another server's; nobody here can read it
+            case "tool_use":
+                name, arguments = _string(block, "name", where), block.get("input")
+                if not isinstance(arguments, dict | None):
+                    raise bad_request(f"{where}.input is {kind_of(arguments)}; need an object", f"{where}.input")
+                call_id = str(block.get("id") or "")
+                names[call_id] = name
+                function = {"name": name, "arguments": arguments or {}}
+                calls.append({"id": call_id, "type": "function", "function": function})
+            case _:
+                texts.append(_text(block, where))
+    message: dict[str, Any] = {"role": "assistant", "content": "".join(texts)}
+    if thoughts:
+        message["reasoning_content"] = "".join(thoughts)
+    if calls:
+        message["tool_calls"] = calls
+    return message
+
+
+def _user(role: str, blocks: Sequence[tuple[dict[str, Any], str]], names: dict[str, str]) -> list[dict[str, Any]]:
+    """Tool results become messages of their own; text on either side of them keeps its place."""
+    out: list[dict[str, Any]] = []
+    texts: list[str] = []
+
+    def flush() -> None:
+        if texts:
+            out.append({"role": role, "content": "\n".join(texts)})
+            texts.clear()
+
+    for block, where in blocks:
+        if block.get("type") == "tool_result":
+            flush()
+            out.append(_result(block, where, names))
+        else:
+            texts.append(_text(block, where))
+    flush()
+    return out or [{"role": role, "content": ""}]
+
+
+def _result(block: dict[str, Any], where: str, names: dict[str, str]) -> dict[str, Any]:
+    content = block.get("content")
+    if not isinstance(content, str):
+        content = "\n".join(_text(b, w) for b, w in _blocks(content or [], f"{where}.content"))
+    failed = block.get("is_error") is True
+    if failed and not _SAYS_ERROR.match(content):
+        content = f"Error: {content}"
+    call_id = str(block.get("tool_use_id") or "")
+    message = {"role": "tool", "tool_call_id": call_id, "content": content}
+    return message | ({"name": names[call_id]} if call_id in names else {})
+
+
+def _text(block: dict[str, Any], where: str) -> str:
+    """The text of a text block, or of a document that is text."""
+    kind = block.get("type")
+    if kind == "text":
+        return _string(block, "text", where)
+    source = block.get("source")
+    if kind == "document" and isinstance(source, dict) and source.get("type") == "text":
+        title = f"{block['title']}\n" if isinstance(block.get("title"), str) else ""
+        return title + _string(source, "data", f"{where}.source")
+    raise _unreadable(kind, where)
+
+
+def _unreadable(kind: Any, where: str) -> ApiError:
+    return bad_request(f"{where}: a block of the type {kind!r:.64} cannot be read; this model takes text only", where)
+
+
+def _string(block: dict[str, Any], key: str, where: str) -> str:
+    value = block.get(key)
+    if not isinstance(value, str):
+        raise bad_request(f"{where}.{key} is {kind_of(value)}; need a string", f"{where}.{key}", "invalid_type")
+    return value
