@@ -1,4 +1,4 @@
-"""``python -m flint_jax``: info, generate, chat, bench, synthetic."""
+"""``python -m flint_jax``: info, generate, chat, bench, eval, synthetic."""
 
 from __future__ import annotations
 
@@ -49,6 +49,11 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("rest", nargs=argparse.REMAINDER)
     bench.set_defaults(run=_bench)
 
+    evaluate = commands.add_parser("eval", help="exact answers on held-out exercises: tools, look-ups, arithmetic ...")
+    _model_flags(evaluate)
+    _eval_flags(evaluate)
+    evaluate.set_defaults(run=_eval)
+
     synthetic = commands.add_parser("synthetic", help="write a random checkpoint", add_help=False)
     synthetic.add_argument("rest", nargs=argparse.REMAINDER)
     synthetic.set_defaults(run=_synthetic)
@@ -72,6 +77,12 @@ def _sampling_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-tokens", type=int, default=256)
     parser.add_argument("--seed", type=int)
     parser.add_argument("--stop", action="append", default=[], help="stop string; may be given several times")
+
+
+def _eval_flags(parser: argparse.ArgumentParser) -> None:
+    from flint_jax.evals.command import arguments
+
+    arguments(parser)
 
 
 def _path(args: argparse.Namespace) -> str:
@@ -156,6 +167,12 @@ def _chat(args: argparse.Namespace) -> int:
         reply = lm.generate(messages, params).text
         print(reply)
         messages.append({"role": "assistant", "content": reply})
+
+
+def _eval(args: argparse.Namespace) -> int:
+    from flint_jax.evals import command
+
+    return command.run(args, lambda: _load(args))
 
 
 def _bench(args: argparse.Namespace) -> int:

@@ -120,9 +120,13 @@ def build(rows: int) -> Vocabulary:
     least = 256 + len(MARKS)
     if rows < least:
         raise ValueError(f"a vocabulary of {rows} rows cannot hold 256 bytes and {len(MARKS)} marks; need {least}")
-    alphabet = sorted(byte_alphabet())
-    merges = _train(min(TRAINED, rows - least))
-    words = [*alphabet, *(a + b for a, b in merges)]
+    return of_merges(_train(min(TRAINED, rows - least)), rows)
+
+
+def of_merges(merges: tuple[tuple[str, str], ...], rows: int) -> Vocabulary:
+    """256 bytes, the given merges, invented words up to ``rows``, Flint's marks."""
+    least = 256 + len(MARKS)
+    words = [*sorted(byte_alphabet()), *(a + b for a, b in merges)]
     pads = min(16, max(rows - least - len(merges), 0))
     words += _invented(rows - len(words) - len(MARKS) - pads, taken=set(words))
     tokens = [*words, *MARKS]

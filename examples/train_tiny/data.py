@@ -1,0 +1,97 @@
+"""Exercises as token sequences: rendered through the chat template exactly as the server renders, packed into rows."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from flint_jax import evals
+from flint_jax.evals import TRAIN, Item
+
+# How often each family is drawn; look-ups in short records are among them, long ones fill rows of their own.
+MIX = {"arithmetic": 24, "lists": 12, "tools": 26, "results": 8, "record": 14, "memory": 8, "telling": 2, "talk": 6}
+END = {"chat": "<|user|>", "calls": "<|observation|>"}
+
+
+def exercise(rng: random.Random, family: str | None = None) -> Item:
+    """One training item of the mix."""
+    family = family or rng.choices(tuple(MIX), MIX.values())[0]
+    if family == "record":
+        return evals.record(rng, TRAIN, rng.randint(1, 24), asked=rng.choice((1, 1, 2, 4)))
+    made = {"tools": evals.call, "results": evals.result}.get(family) or getattr(evals, family)
+    return made(rng, TRAIN)
+
+
+def render(item: Item, template: Any) -> tuple[str, str, str]:
+    """(prompt, reply, mark that ends the turn). The reply begins where the model begins to write."""
+    options = {} if item.thinking else {"enable_thinking": False}
+    prompt = template.render(item.messages, list(item.tools) or None, **options)
+    reply = f"<think>{item.thought}</think>" if item.thinking else ""
+    reply += item.content
+    for name, arguments in item.calls:
+        pairs = "".join(f"<arg_key>{k}</arg_key>\n<arg_value>{_spelled(v)}</arg_value>\n" for k, v in arguments.items())
+        reply += f"<tool_call>{name}\n{pairs}</tool_call>"
+    return prompt, reply, END["calls" if item.calls else "chat"]
+
+
+def _spelled(value: Any) -> str:
+    import json
+
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+class Encoder:
+    """Items to (tokens, loss weights): the reply and its end count 1, the prompt ``prompt_weight``."""
+
+    def __init__(self, tokenizer: Any, template: Any, prompt_weight: float = 0.1):
+        self.tokenizer, self.template, self.prompt_weight = tokenizer, template, prompt_weight
+        self.ids = {mark: tokenizer.added_tokens[mark] for mark in (*END.values(), "<|endoftext|>")}
+
+    def __call__(self, item: Item) -> tuple[list[int], list[float]]:
+        """Tokens of prompt and reply, and the weight of each as a target. Rows add the end mark."""
+        prompt, reply, _ = render(item, self.template)
+        head, tail = self.tokenizer.encode(prompt), self.tokenizer.encode(reply)
+        return head + tail, [self.prompt_weight] * len(head) + [1.0] * len(tail)
+
+
+def rows(encoder: Encoder, length: int, seed: int, long: bool = False) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Endless (tokens [length + 1], weights [length]) rows: whole exercises one after the other.
+
+    weights[i] belongs to the prediction of tokens[i + 1]. An exercise that begins with a user turn follows the one
+    before as the next turn of a chat would; between others stands the end of the text. long: rows begin with a record
+    that fills most of them.
+    """
+    rng = random.Random(seed)
+    eot, observation, user = (encoder.ids[m] for m in ("<|endoftext|>", "<|observation|>", "<|user|>"))
+    while True:
+        tokens: list[int] = []
+        weights: list[float] = []
+        opening = long
+        while len(tokens) <= length:
+            item = _record_of(rng, length - 80) if opening else exercise(rng)
+            opening = False
+            ids, counts = encoder(item)
+            if tokens and tokens[-1] == observation:
+                tokens.append(eot)
+                weights.append(0.0)
+            elif tokens and ids[0] != user:
+                tokens.append(eot)
+                weights.append(1.0)
+            elif tokens:
+                counts[0] = 1.0  # the turn's end is the next turn's mark
+            tokens += ids
+            weights += counts
+            if item.calls:
+                tokens.append(observation)
+                weights.append(1.0)
+        yield np.asarray(tokens[: length + 1], np.int32), np.asarray(weights[1 : length + 1], np.float32)
+
+
+def _record_of(rng: random.Random, tokens: int) -> Item:
+    """A record of up to about ``tokens`` tokens (12 to 15 a line), many of its lines asked for."""
+    most = max(2, tokens // 15)
+    lines = rng.randint(most // 3, most)
+    return evals.record(rng, TRAIN, lines, asked=rng.choice((1, 4, 8, 12)))

@@ -1,0 +1,126 @@
+"""Arithmetic with the columns written out, and small tasks on lists.
+
+Range: sums and differences of numbers up to 999, products of a number up to 99 and a digit, with thinking; sums and
+differences up to 99 without. Results are never negative.
+"""
+
+from __future__ import annotations
+
+import random
+
+from flint_jax.evals.item import Item, choose, draw, user
+from flint_jax.evals.words import COMMON
+
+_ASK = (
+    "What is {}?",
+    "Compute {}.",
+    "{} = ?",
+    "How much is {}?",
+    "Please calculate {}.",
+    "I need the result of {}.",
+    "Work out {}, please.",
+    "Can you tell me what {} is?",
+)
+
+
+def arithmetic(rng: random.Random, split: str) -> Item:
+    """One sum, difference or product."""
+    thinking = rng.random() < 0.75
+    kinds = ("add", "subtract", "multiply") if thinking else ("add", "subtract")
+    kind = rng.choice(kinds)
+
+    def make(rng):
+        top = 10 ** rng.choice((1, 2, 3) if thinking and kind != "multiply" else (1, 2)) - 1
+        a, b = rng.randint(0, top), rng.randint(0, 9 if kind == "multiply" else top)
+        if kind == "subtract" and b > a:
+            a, b = b, a
+        return (a, b), f"{kind} {a} {b}"
+
+    a, b = draw(rng, split, make)
+    sign, result, columns = {
+        "add": ("+", a + b, _add),
+        "subtract": ("-", a - b, _subtract),
+        "multiply": ("*", a * b, _multiply),
+    }[kind]
+    question = choose(rng, split, _ASK, 2).format(f"{a} {sign} {b}")
+    thought = columns(a, b) if thinking else ""
+    return Item("arithmetic", kind, (user(question),), str(result), thought, thinking=thinking)
+
+
+def _digits(n: int, width: int) -> list[int]:
+    return [n // 10**i % 10 for i in range(width)]
+
+
+def _add(a: int, b: int) -> str:
+    width, carry, steps = len(str(max(a, b))), 0, []
+    for x, y in zip(_digits(a, width), _digits(b, width), strict=True):
+        total = x + y + carry
+        steps.append(f"{x} + {y} + {carry} = {total}")
+        carry = total // 10
+    return ", ".join(steps) + f". So {a + b}."
+
+
+def _subtract(a: int, b: int) -> str:
+    width, borrow, steps = len(str(a)), 0, []
+    for x, y in zip(_digits(a, width), _digits(b, width), strict=True):
+        less = x - y - borrow < 0
+        steps.append(f"{x + 10 * less} - {y} - {borrow} = {x - y - borrow + 10 * less}")
+        borrow = int(less)
+    return ", ".join(steps) + f". So {a - b}."
+
+
+def _multiply(a: int, b: int) -> str:
+    carry, steps = 0, []
+    for x in _digits(a, len(str(a))):
+        total = x * b + carry
+        steps.append(f"{x} * {b} + {carry} = {total}")
+        carry = total // 10
+    return ", ".join(steps) + f". So {a * b}."
+
+
+_PLACES = ("first", "second", "third", "fourth", "fifth", "sixth")
+_LIST_ASK = {
+    "reverse": ("Reverse this list: {}.", "Write this list backwards: {}.", "Give me these in reverse order: {}."),
+    "sort": ("Sort these numbers: {}.", "Put these numbers in order: {}.", "Order these from small to large: {}."),
+    "count": ("How many words are in this list: {}?", "Count these words: {}.", "What is the length of this list: {}?"),
+    "pick": (
+        "What is the {place} word of this list: {}?",
+        "Name the {place} word: {}.",
+        "Which word is {place} in: {}?",
+    ),
+    "largest": ("What is the largest of {}?", "Which number is the largest: {}?", "Find the largest number: {}."),
+}
+
+
+def lists(rng: random.Random, split: str) -> Item:
+    """Reverse, sort, count, pick, largest: 2 to 6 entries."""
+    kind = rng.choice(tuple(_LIST_ASK))
+    numeric = kind in ("sort", "largest")
+
+    def make(rng):
+        count = rng.randint(2, 6)
+        entries = rng.sample(range(100), count) if numeric else rng.sample(COMMON, count)
+        return entries, kind + str(entries)
+
+    entries = draw(rng, split, make)
+    place = rng.randrange(len(entries))
+    shown = ", ".join(map(str, entries))
+    question = choose(rng, split, _LIST_ASK[kind]).format(shown, place=_PLACES[place])
+    numbered = ", ".join(f"{i} {e}" for i, e in enumerate(entries, 1))
+    answer, thought = {
+        "reverse": (", ".join(map(str, entries[::-1])), f"In order: {numbered}. From {len(entries)} to 1."),
+        "sort": (", ".join(map(str, sorted(entries))), f"{len(entries)} numbers, the smallest is {min(entries)}."),
+        "count": (str(len(entries)), f"{numbered}."),
+        "pick": (str(entries[place]), f"{numbered}. Number {place + 1}."),
+        "largest": (str(max(entries)), _champion(entries) if numeric else ""),
+    }[kind]
+    thinking = rng.random() < 0.8
+    return Item("lists", kind, (user(question),), answer, thought if thinking else "", thinking=thinking)
+
+
+def _champion(entries: list[int]) -> str:
+    best, steps = entries[0], [str(entries[0])]
+    for n in entries[1:]:
+        best = max(best, n)
+        steps.append(f"{n} so {best}")
+    return ", ".join(steps) + "."

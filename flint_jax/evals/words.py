@@ -1,0 +1,46 @@
+"""Words: common ones, and invented ones that a model cannot know by heart."""
+
+from __future__ import annotations
+
+import random
+
+from flint_jax.evals.item import draw
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
+COMMON = _words(
+    "apple river stone candle window garden paper silver copper yellow purple orange bread salt sugar lemon "
+    "north south east west morning evening winter summer forest island bridge tower market harbour kitchen "
+    "table chair mirror blanket pencil bottle basket hammer ladder wheel engine rocket comet planet meadow "
+    "valley desert glacier ocean pebble feather needle button ribbon velvet cotton marble"
+)
+_ONSETS = _words("b d f g k l m n p r s t v z")
+_VOWELS = _words("a e i o u")
+_ENDS = ("", "n", "r", "s", "l", "x")
+
+
+def invented(rng: random.Random, split: str) -> str:
+    """A word of two or three syllables; held-out words never occur in training."""
+
+    def make(rng):
+        word = "".join(rng.choice(_ONSETS) + rng.choice(_VOWELS) for _ in range(rng.choice((2, 2, 3))))
+        word += rng.choice(_ENDS)
+        return word, word
+
+    return draw(rng, split, make)
+
+
+def several(rng: random.Random, split: str, count: int) -> list[str]:
+    """``count`` different invented words."""
+    words: dict[str, None] = {}
+    while len(words) < count:
+        words[invented(rng, split)] = None
+    return list(words)
+
+
+def listed(words: list[str]) -> str:
+    """ "a", "a and b", "a, b and c"."""
+    return words[0] if len(words) == 1 else ", ".join(words[:-1]) + " and " + words[-1]
