@@ -17,10 +17,9 @@ _ASK_MANY = ("What are the {f}s of {k}?", "Give me the {f}s of {k}.", "List the 
 
 def record(rng: random.Random, split: str, lines: int, *, asked: int = 1, line: int | None = None) -> Item:
     """``lines`` facts about invented names, then a question about ``asked`` of them (about line ``line`` if given)."""
-    field = rng.choice(_FIELDS)
+    field, form = rng.choice(_FIELDS), rng.choice(_LINES)
     keys = several(rng, split, lines)
     values = [str(rng.randint(1000, 9999)) for _ in keys]
-    form = rng.choice(_LINES)
     text = "\n".join(form.format(f=field, k=k, v=v) for k, v in zip(keys, values, strict=True))
     wanted = [line] if line is not None else rng.sample(range(lines), min(asked, lines))
     names = [keys[i] for i in wanted]
