@@ -17,22 +17,35 @@ from starlette.routing import Route
 from flint_jax.server.chat_completions import chat_completions
 from flint_jax.server.completions import completions
 from flint_jax.server.errors import ApiError
+from flint_jax.server.interval_log import IntervalLog
+from flint_jax.server.messages import count_tokens, messages
+from flint_jax.server.metrics import Metrics, metrics
 from flint_jax.server.middleware import Gate, RequestIds
 from flint_jax.server.models import list_models, one_model
+from flint_jax.server.openapi import openapi
+from flint_jax.server.page import page
 from flint_jax.server.settings import LOCAL_ORIGINS, ServerSettings
 from flint_jax.server.state import ServerState
-from flint_jax.server.status import health, version
-from flint_jax.server.tokenization import detokenize, tokenize
+from flint_jax.server.status import health, load, version
+from flint_jax.server.tokenization import detokenize, tokenize, tokenizer_info
 
 ROUTES = (
+    Route("/", page, methods=["GET"]),
     Route("/health", health, methods=["GET"]),
+    Route("/ping", health, methods=["GET", "POST"]),
+    Route("/load", load, methods=["GET"]),
     Route("/version", version, methods=["GET"]),
+    Route("/metrics", metrics, methods=["GET"]),
+    Route("/openapi.json", openapi, methods=["GET"]),
     Route("/v1/models", list_models, methods=["GET"]),
     Route("/v1/models/{name:path}", one_model, methods=["GET"]),
     Route("/v1/chat/completions", chat_completions, methods=["POST"]),
     Route("/v1/completions", completions, methods=["POST"]),
+    Route("/v1/messages", messages, methods=["POST"]),
+    Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),
     Route("/tokenize", tokenize, methods=["POST"]),
     Route("/detokenize", detokenize, methods=["POST"]),
+    Route("/tokenizer_info", tokenizer_info, methods=["GET"]),
 )
 
 
@@ -41,9 +54,10 @@ def create_app(state: ServerState) -> Starlette:
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        watcher = asyncio.create_task(state.watch())
+        tasks = [asyncio.create_task(state.watch()), asyncio.create_task(IntervalLog(state).run())]
         yield
-        watcher.cancel()
+        for task in tasks:
+            task.cancel()
 
     app = Starlette(
         routes=list(ROUTES),
@@ -53,6 +67,7 @@ def create_app(state: ServerState) -> Starlette:
     )
     app.router.redirect_slashes = False
     app.state.server = state
+    app.state.metrics = Metrics(state)
     return app
 
 
@@ -62,8 +77,9 @@ def _cors(settings: ServerSettings) -> Middleware:
         CORSMiddleware,
         allow_origins=list(origins),
         allow_origin_regex=None if origins else LOCAL_ORIGINS,
-        allow_methods=["*"],
-        allow_headers=["*"],
+        allow_methods=list(settings.allowed_methods),
+        allow_headers=list(settings.allowed_headers),
+        allow_credentials=settings.allow_credentials,
         expose_headers=["x-request-id", "retry-after"],
     )
 
@@ -75,9 +91,11 @@ async def _http_error(request: Request, error: Exception) -> Response:
     if error.status_code == 404:
         known = {route.path for route in ROUTES}
         hint = f"; did you mean /v1{path}?" if f"/v1{path}" in known else ""
-        return ApiError(404, f"there is no route {method} {path}{hint}", code="unknown_route").response()
-    if error.status_code == 405:
-        response = ApiError(405, f"{path} does not take {method}", code="method_not_allowed").response()
-        response.headers.update(error.headers or {})
-        return response
-    return ApiError(error.status_code, str(error.detail)).response()
+        answer = ApiError(404, f"there is no route {method} {path}{hint}", code="unknown_route")
+    elif error.status_code == 405:
+        answer = ApiError(405, f"{path} does not take {method}", code="method_not_allowed")
+    else:
+        answer = ApiError(error.status_code, str(error.detail))
+    response = answer.response(path, request.state.request_id)
+    response.headers.update(error.headers or {})
+    return response

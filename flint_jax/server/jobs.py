@@ -11,9 +11,11 @@ import itertools
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
+from time import monotonic
 from typing import Any
 
 from flint_jax.server.errors import ApiError, ClientGone
+from flint_jax.server.records import ABORT, ERROR, Arrival, Record, Timings, arrival
 
 log = logging.getLogger("flint_jax.server")
 _serial = itertools.count()
@@ -27,13 +29,25 @@ class Job:
     """Engine requests 0..choices-1 of one HTTP request. Make it on the event loop; close it when done.
 
     tick_s: ``events`` returns an empty list after this many seconds without any event; 0 means never.
+    timings: where its times go. arrival, records: the HTTP request, and one record an engine request.
     """
 
-    def __init__(self, engine: Any, choices: int, *, tick_s: float, on_close: Callable[[Job], None] = lambda job: None):
+    def __init__(
+        self,
+        engine: Any,
+        choices: int,
+        *,
+        tick_s: float,
+        timings: Timings | None = None,
+        on_close: Callable[[Job], None] = lambda job: None,
+    ):
         self._engine, self._tick_s, self._on_close = engine, tick_s, on_close
         self._choices = choices
+        self._timings = timings or Timings()
+        self.arrival = arrival.get(None) or Arrival(at=monotonic())
+        self.records: list[Record] = []
         self._loop = asyncio.get_running_loop()
-        self._inbox: deque[tuple[int, Any]] = deque()
+        self._inbox: deque[tuple[int, Any, float]] = deque()
         self._wake = asyncio.Event()
         self._wake_sent = False
         self._error: BaseException | None = None
@@ -58,6 +72,7 @@ class Job:
         request_id = f"{name}-{index}-{next(_serial)}"
         self._ids.append(request_id)
         self._open[index] = request_id
+        record = Record(self.arrival.at, len(prompt_ids))
         try:
             self._engine.submit(
                 prompt_ids,
@@ -69,7 +84,12 @@ class Job:
         except BaseException:
             del self._open[index]
             raise
+        self.records.append(record)
         return index
+
+    def ended(self, index: int, reason: str) -> None:
+        """Say for the statistics how a choice ended, where the engine's own word for it is too coarse."""
+        self.records[index].reason = reason
 
     def abort(self, index: int) -> None:
         """Stop one engine request whose output is no longer wanted; what it still says is dropped."""
@@ -88,6 +108,9 @@ class Job:
             self._timer.cancel()
         if self._watcher:
             self._watcher.cancel()
+        now = monotonic()
+        for record in self.records:
+            self._timings.end(record, now)
         self._on_close(self)
 
     def __enter__(self) -> Job:
@@ -144,19 +167,31 @@ class Job:
             self._last_event = self._loop.time()
         batch = []
         while self._inbox:
-            index, event = self._inbox.popleft()
+            index, event, at = self._inbox.popleft()
             if index not in self._open:
                 continue  # aborted by us
-            if event.finish_reason in ("error", "abort"):
-                raise _unwanted_end(event)
+            record = self.records[index]
+            tokens = len(event.token_ids)
+            if tokens:
+                self._timings.spoke(record, tokens, at)
             if event.finish_reason is not None:
-                del self._open[index]
+                self._end(index, record, event)
             batch.append((index, event))
         return batch
 
+    def _end(self, index: int, record: Record, event: Any) -> None:
+        record.cached_tokens = event.cached_tokens
+        record.admitted = getattr(event, "admitted_at", None) or 0.0
+        record.reason = event.finish_reason
+        if event.finish_reason == ERROR:
+            record.corrupted = getattr(self._engine, "failed", None) is None
+        if event.finish_reason in (ERROR, ABORT):
+            raise _unwanted_end(event)
+        del self._open[index]
+
     def _put(self, index: int, event: Any) -> None:
         """Any thread. The loop is woken once for however many events arrive before it runs."""
-        self._inbox.append((index, event))
+        self._inbox.append((index, event, monotonic()))
         if not self._wake_sent:
             self._wake_sent = True
             try:

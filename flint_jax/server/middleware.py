@@ -9,17 +9,20 @@ import hmac
 import logging
 import re
 import uuid
+from time import monotonic
 
 from starlette.datastructures import Headers, MutableHeaders
 
 from flint_jax.server.errors import ApiError, ClientGone, to_api_error
+from flint_jax.server.records import Arrival, arrival
 from flint_jax.server.state import ServerState
 
 log = logging.getLogger("flint_jax.server")
 
 _SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 OPEN_PATHS = frozenset({"/health"})  # need no key
-ALWAYS_PATHS = frozenset({"/health", "/version"})  # are answered without a model
+# are answered without a model
+ALWAYS_PATHS = frozenset({"/", "/health", "/ping", "/load", "/version", "/metrics", "/openapi.json"})
 
 
 class RequestIds:
@@ -35,6 +38,7 @@ class RequestIds:
         given = Headers(scope=scope).get("x-request-id", "")
         request_id = given if _SANE_ID.fullmatch(given) else uuid.uuid4().hex
         scope.setdefault("state", {})["request_id"] = request_id
+        arrival.set(Arrival(request_id, f"{scope['method']} {scope['path'][:200]!r}"[:220], monotonic()))
 
         async def send_with_id(message):
             if message["type"] == "http.response.start":
@@ -45,7 +49,7 @@ class RequestIds:
 
 
 class Gate:
-    """Asks for a key, refuses while there is no model, and turns whatever goes wrong inside into OpenAI's shape."""
+    """Asks for a key, refuses while there is no model, and turns whatever goes wrong inside into the route's shape."""
 
     def __init__(self, app, state: ServerState):
         self._app, self._state = app, state
@@ -68,16 +72,18 @@ class Gate:
         except ClientGone:
             return
         except Exception as e:
-            error = to_api_error(e, scope["state"]["request_id"])
+            request_id = scope["state"]["request_id"]
+            error = to_api_error(e, request_id)
             if started:
                 raise
-            await error.response()(scope, receive, send)
+            await error.response(_path(scope), request_id)(scope, receive, send)
 
     def _check(self, scope) -> None:
-        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        path = _path(scope)
         if scope["method"] == "OPTIONS":
             return
-        if self._keys and path not in OPEN_PATHS and not self._has_key(Headers(scope=scope)):
+        headers = Headers(scope=scope)
+        if self._keys and path not in OPEN_PATHS and not _is_page(path, headers) and not self._has_key(headers):
             raise ApiError(
                 401,
                 "no valid API key: send one as 'Authorization: Bearer KEY' or 'x-api-key: KEY'",
@@ -93,3 +99,12 @@ class Gate:
         given.append(headers.get("x-api-key", ""))
         # every pair is compared, each in constant time
         return any([hmac.compare_digest(g.encode("latin-1", "replace"), key) for g in given for key in self._keys])
+
+
+def _is_page(path: str, headers: Headers) -> bool:
+    """A browser asking for the chat page, which is a fixed file: it cannot send a key before it has shown the field."""
+    return path == "/" and "text/html" in headers.get("accept", "")
+
+
+def _path(scope) -> str:
+    return scope["path"].removeprefix(scope.get("root_path", ""))

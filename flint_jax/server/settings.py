@@ -24,6 +24,11 @@ class ServerSettings:
     force_usage: send the usage chunk in every stream.
     template_kwargs: default arguments of the chat template.
     exclude_tools_when_none: leave tools out of the prompt of a request that may not call any.
+    log_requests: a log line for each request, without its content.
+    log_stats_s: seconds between two lines of statistics while there is work; 0 never.
+    metrics_prefix: what names of metrics begin with; "vllm" makes its public dashboards work as they are.
+    tokenizer_info: whether /tokenizer_info tells the chat template and the special tokens.
+    allow_credentials, allowed_methods, allowed_headers: what web origins may send.
     """
 
     host: str = "127.0.0.1"
@@ -42,3 +47,10 @@ class ServerSettings:
     exclude_tools_when_none: bool = False
     log_level: str = "info"
     access_log: bool = True
+    log_requests: bool = False
+    log_stats_s: float = 10.0
+    metrics_prefix: str = "vllm"
+    tokenizer_info: bool = True
+    allow_credentials: bool = False
+    allowed_methods: tuple[str, ...] = ("*",)
+    allowed_headers: tuple[str, ...] = ("*",)

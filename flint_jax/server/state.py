@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import logging
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from flint_jax.server.errors import ApiError
 from flint_jax.server.jobs import Job
+from flint_jax.server.records import Timings
 from flint_jax.server.settings import ServerSettings
+
+log = logging.getLogger("flint_jax.server")
 
 LOADING, READY, FAILED, STOPPING = "loading", "ready", "failed", "stopping"
 _WATCH_S = 0.25  # how soon a dead engine is noticed
@@ -28,6 +32,7 @@ class ServedModel:
     vocab_size: number of rows of the model's head.
     constrain: from a flint_jax.server.forced.Forced to what ``engine.submit`` takes as ``constraint``, None for output
         that is free; None when this server cannot hold output to anything. May take time: call it off the loop.
+    compilations: flint_jax.compilations.Compilations of the engine's process, or None when nobody counts.
     """
 
     names: tuple[str, ...]
@@ -40,6 +45,7 @@ class ServedModel:
     vocab_size: int
     max_num_seqs: int
     constrain: Callable[[Any], Any] | None = None
+    compilations: Any = None
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
 
     @property
@@ -57,6 +63,7 @@ class ServerState:
         self.detail = "starting"
         self.served: ServedModel | None = None
         self.jobs: set[Job] = set()
+        self.timings = Timings()
 
     def progress(self, detail: str) -> None:
         """Say how far loading is; shown by /health."""
@@ -99,15 +106,27 @@ class ServerState:
         active = sum(len(job) for job in self.jobs)
         # a request of more choices than the queue holds is let in when it is alone
         if limit is not None and active and active + choices > self.served.max_num_seqs + limit:
+            self.timings.rejected += 1
             raise ApiError(
                 429,
                 f"{active} requests are running or waiting, the limit is {self.served.max_num_seqs} running and "
                 f"{limit} waiting (--max-num-queued-reqs)",
                 code="queue_full",
             )
-        job = Job(self.served.engine, choices, tick_s=self.settings.keep_alive_s, on_close=self.jobs.discard)
+        job = Job(
+            self.served.engine,
+            choices,
+            tick_s=self.settings.keep_alive_s,
+            timings=self.timings,
+            on_close=self._closed,
+        )
         self.jobs.add(job)
         return job
+
+    def _closed(self, job: Job) -> None:
+        self.jobs.discard(job)
+        if self.settings.log_requests:
+            log_request(job)
 
     async def watch(self) -> None:
         """Notice an engine that died, so that nobody waits for it. Runs as long as the server."""
@@ -120,6 +139,23 @@ class ServerState:
     def _fail_jobs(self, error: ApiError) -> None:
         for job in list(self.jobs):
             job.fail(error)
+
+
+def log_request(job: Job) -> None:
+    """One line for a request that is over: counts and times, nothing of what was said."""
+    records, came = job.records, job.arrival
+    first = min((r.first for r in records if r.first), default=0.0)
+    log.info(
+        "request %s: %s, %d prompt tokens (%d cached), %d generated, %s, first token after %s, all after %.3f s",
+        came.request_id,
+        came.route,
+        max((r.prompt_tokens for r in records), default=0),
+        max((r.cached_tokens for r in records), default=0),
+        sum(r.tokens for r in records),
+        "+".join(r.reason or "abort" for r in records) or "not run",
+        f"{first - came.at:.3f} s" if first else "never",
+        time.monotonic() - came.at,
+    )
 
 
 def engine_failed() -> ApiError:

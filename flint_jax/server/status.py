@@ -1,4 +1,4 @@
-"""GET /health and /version."""
+"""GET /health, /ping, /load and /version."""
 
 from __future__ import annotations
 
@@ -20,6 +20,11 @@ async def health(request: Request) -> Response:
     if state.phase == READY:
         return JsonReply(body | {"engine": state.served.engine.stats()})
     return JsonReply(body, 503, {"retry-after": str(RETRY_AFTER_S)})
+
+
+async def load(request: Request) -> Response:
+    """How many HTTP requests are being answered by the model, waiting ones included; vLLM's shape."""
+    return JsonReply({"server_load": len(request.app.state.server.jobs)})
 
 
 async def version(request: Request) -> Response:

@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize, with vLLM's fields."""
+"""POST /tokenize and /detokenize, GET /tokenizer_info, with vLLM's fields."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from starlette.responses import Response
 
 from flint_jax.server.body import read_object
 from flint_jax.server.chat_prompt import read_conversation, render
-from flint_jax.server.errors import bad_request
+from flint_jax.server.errors import ApiError, bad_request
+from flint_jax.server.models import reply_name
 from flint_jax.server.replies import JsonReply
 from flint_jax.server.running import encode_text, off_loop
 from flint_jax.server.sampling_fields import check_token_id
@@ -19,7 +20,7 @@ async def tokenize(request: Request) -> Response:
     state: ServerState = request.app.state.server
     served = state.served
     fields = await read_object(request, state.settings.max_request_bytes)
-    fields.string("model")
+    reply_name(fields, state)
     if fields.has("messages"):
         ids = (await render(read_conversation(fields), served, state.settings)).ids
     else:
@@ -38,10 +39,46 @@ async def detokenize(request: Request) -> Response:
     state: ServerState = request.app.state.server
     served = state.served
     fields = await read_object(request, state.settings.max_request_bytes)
-    fields.string("model")
+    reply_name(fields, state)
     ids = fields.array("tokens")
     if ids is None:
         raise bad_request("tokens is missing", "tokens", "missing_required_parameter")
     for token_id in ids:
         check_token_id(fields, "tokens", token_id, served.vocab_size)
     return JsonReply({"prompt": await off_loop(len(ids), served.tokenizer.decode, ids)})
+
+
+async def tokenizer_info(request: Request) -> Response:
+    """What tokenizer_config.json would say: special tokens and the chat template in use.
+
+    lm-eval and others configure themselves from it. 404 with ``--no-enable-tokenizer-info-endpoint``.
+    """
+    state: ServerState = request.app.state.server
+    served = state.served
+    if not state.settings.tokenizer_info:
+        raise ApiError(404, "this server was started with --no-enable-tokenizer-info-endpoint", code="unknown_route")
+    tokenizer = served.tokenizer
+    added = {
+        str(i): {
+            "content": content,
+            "special": i in tokenizer.special_ids,
+            "lstrip": False,
+            "rstrip": False,
+            "normalized": False,
+            "single_word": False,
+        }
+        for content, i in sorted(tokenizer.added_tokens.items(), key=lambda item: item[1])
+    }
+    return JsonReply(
+        {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": tokenizer.bos_token,
+            "eos_token": tokenizer.eos_token,
+            "pad_token": tokenizer.pad_token,
+            "add_bos_token": tokenizer.add_bos,
+            "added_tokens_decoder": added,
+            "model_max_length": served.max_model_len,
+            "vocab_size": tokenizer.vocab_size,
+            "chat_template": served.template.source if served.template else None,
+        }
+    )
