@@ -340,11 +340,18 @@ def select(predicate, yes, no):
     return Int(arith.select(predicate, as_int(yes).raw, as_int(no).raw))
 
 
-def loop(start, stop, step, carry: Sequence[Int | Float], body: Callable) -> list:
-    """``for i in range(start, stop, step): carry = body(i, carry)`` with Int and Float carried values."""
+def loop(start, stop, step, carry: Sequence[Int | Float], body: Callable, rolled: bool = False) -> list:
+    """``for i in range(start, stop, step): carry = body(i, carry)`` with Int and Float carried values.
+
+    rolled: keep the machine code to one copy of the body, for what runs once and pays for every byte of it.
+    """
     kinds = [type(value) for value in carry]
+    if rolled:  # a number that the compiler does not know
+        stop = Int(ptx("mov.b32 $0, $1;", as_int(stop), results=_i32(), volatile=True))
     op = scf.ForOp(as_int(start).raw, as_int(stop).raw, as_int(step).raw, [value.raw for value in carry])
     with ir.InsertionPoint(op.body):
+        if rolled:
+            ptx('.pragma "nounroll";')
         inner = [kind(raw) for kind, raw in zip(kinds, op.inner_iter_args, strict=True)]
         scf.YieldOp([value.raw for value in body(Int(op.induction_variable), inner)])
     return [kind(raw) for kind, raw in zip(kinds, op.results, strict=True)]
@@ -545,6 +552,11 @@ def shuffle_xor(x: Float, distance: int) -> Float:
 
 def shuffle_xor_int(x: Int, distance: int) -> Int:
     return Int(utils.shfl_bfly(x.raw, distance))
+
+
+def rotate_left(x: Int, by) -> Int:
+    """The word's bits moved up by 0 to 31 places, those that leave it coming back below."""
+    return Int(ptx("shf.l.wrap.b32 $0, $1, $1, $2;", x, as_int(by), results=_i32()))
 
 
 def sum_lanes(x: Float, distances: Sequence[int]) -> Float:

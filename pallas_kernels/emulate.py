@@ -305,7 +305,7 @@ def select(predicate, yes, no):
     return Int(np.where(predicate, as_int(yes).raw, as_int(no).raw))
 
 
-def loop(start, stop, step, carry, body):
+def loop(start, stop, step, carry, body, rolled=False):
     machine = _now()
     before = machine.mask
     index, stop = as_int(start), as_int(stop)
@@ -512,6 +512,11 @@ def shuffle_xor(x, distance: int):
 
 def shuffle_xor_int(x, distance: int):
     return shuffle_xor(x, distance)
+
+
+def rotate_left(x, by):
+    by = as_int(by)
+    return (x << by) | (x >> ((32 - by) & 31))
 
 
 def sum_lanes(x, distances):
