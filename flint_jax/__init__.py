@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from flint_jax.errors import CheckpointError, ConfigError, FlintError, RequestError, TokenizerError
     from flint_jax.lm import Generation, LanguageModel, load
     from flint_jax.sampling import SamplingParams
+    from flint_jax.scoring import Score, Scorer
 
 __version__ = "0.1.0"
 
@@ -23,6 +24,8 @@ _HOME = {
     "LanguageModel": "lm",
     "RequestError": "errors",
     "SamplingParams": "sampling",
+    "Score": "scoring",
+    "Scorer": "scoring",
     "TokenizerError": "errors",
     "load": "lm",
 }
@@ -36,6 +39,8 @@ __all__ = [
     "LanguageModel",
     "RequestError",
     "SamplingParams",
+    "Score",
+    "Scorer",
     "TokenizerError",
     "load",
 ]

@@ -24,12 +24,12 @@ from flint_jax.errors import RequestError, TokenizerError
 from flint_jax.model import Flint
 from flint_jax.numerics import Numerics
 from flint_jax.sampling import SamplingParams
+from flint_jax.scoring import Scorer
 from flint_jax.step import Steps
 from flint_jax.text import Detokenizer, StopStrings
 
 log = logging.getLogger("flint_jax")
 
-SCORE_BLOCK = 128  # positions whose logits exist at once while scoring
 KERNELS = ("auto", "xla", "pallas")
 
 
@@ -91,21 +91,18 @@ class LanguageModel:
         pairs: (context ids, continuation ids), used as they are (nothing is prepended). With an empty context the
         first continuation token has nothing to be predicted from and gets 0. Raises RequestError as ``logits`` does.
         """
-        out = []
-        for context, continuation in pairs:
-            ids = [*context, *continuation]
-            if not len(continuation):
-                out.append(np.zeros((0,), np.float32))
-                continue
-            tokens, lengths = self._rows([ids], None)
-            padded = np.zeros((1, _bucket(len(ids))), np.int32)
-            padded[:, : len(ids)] = tokens
-            scores = np.asarray(self._score(self._leaves(), jnp.asarray(padded), jnp.asarray(lengths)))[0]
-            # scores[i] is log p of token i + 1
-            first = max(len(context), 1)
-            found = scores[first - 1 : len(ids) - 1]
-            out.append(np.concatenate([np.zeros(first - len(context), np.float32), found]))
-        return out
+        scorer = self.scorer
+        items = []
+        for i, (context, continuation) in enumerate(pairs):
+            ids = scorer.check_ids(context, f"the context of pair {i}")
+            more = scorer.check_ids(continuation, f"the continuation of pair {i}")
+            items.append((np.concatenate([ids, more]), len(ids)))
+        return [found.logprobs for found in scorer.score_ids(items)]
+
+    @functools.cached_property
+    def scorer(self) -> Scorer:
+        """The ``flint_jax.scoring.Scorer`` behind ``score``; make your own for its other modes and for large jobs."""
+        return Scorer(self)
 
     def _rows(self, tokens, lengths) -> tuple[np.ndarray, np.ndarray]:
         try:
@@ -144,26 +141,6 @@ class LanguageModel:
     @functools.cached_property
     def _forward(self):
         return jax.jit(lambda leaves, tokens, lengths: self._merge(leaves)(tokens, lengths))
-
-    @functools.cached_property
-    def _score(self):
-        def score(leaves, tokens, lengths):
-            from flint_jax.model import WholeSequence
-
-            model = self._merge(leaves)
-            hidden = model.hidden(tokens, WholeSequence(model.config, model.numerics, tokens.shape, lengths))
-            targets = jnp.roll(tokens, -1, axis=1)
-            block = min(SCORE_BLOCK, tokens.shape[1])
-            pieces = hidden.reshape(-1, block, hidden.shape[-1]), targets.reshape(-1, block)
-
-            def one(piece):
-                logits = model.logits(piece[0])
-                chosen = jnp.take_along_axis(logits, piece[1][:, None], axis=-1)[:, 0]
-                return chosen - jax.nn.logsumexp(logits, axis=-1)
-
-            return jax.lax.map(one, pieces).reshape(tokens.shape)
-
-        return jax.jit(score)
 
     # -- generation ------------------------------------------------------------------------------------------------
 
