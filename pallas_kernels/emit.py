@@ -555,7 +555,7 @@ def shuffle_xor_int(x: Int, distance: int) -> Int:
 
 
 def rotate_left(x: Int, by) -> Int:
-    """The word's bits moved up by 0 to 31 places, those that leave it coming back below."""
+    """The word's bits moved up by the low five bits of ``by``, those that leave it coming back below."""
     return Int(ptx("shf.l.wrap.b32 $0, $1, $1, $2;", x, as_int(by), results=_i32()))
 
 

@@ -515,7 +515,7 @@ def shuffle_xor_int(x, distance: int):
 
 
 def rotate_left(x, by):
-    by = as_int(by)
+    by = as_int(by) & 31
     return (x << by) | (x >> ((32 - by) & 31))
 
 
