@@ -351,7 +351,7 @@ def loop(start, stop, step, carry: Sequence[Int | Float], body: Callable, rolled
     op = scf.ForOp(as_int(start).raw, as_int(stop).raw, as_int(step).raw, [value.raw for value in carry])
     with ir.InsertionPoint(op.body):
         if rolled:
-            ptx('.pragma "nounroll";')
+            ptx('.pragma "nounroll";', convergent=True)  # the word for the assembler, convergence for LLVM
         inner = [kind(raw) for kind, raw in zip(kinds, op.inner_iter_args, strict=True)]
         scf.YieldOp([value.raw for value in body(Int(op.induction_variable), inner)])
     return [kind(raw) for kind, raw in zip(kinds, op.results, strict=True)]
