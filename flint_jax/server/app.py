@@ -24,6 +24,7 @@ from flint_jax.server.middleware import Gate, RequestIds
 from flint_jax.server.models import list_models, one_model
 from flint_jax.server.openapi import openapi
 from flint_jax.server.page import page
+from flint_jax.server.responses import responses
 from flint_jax.server.settings import LOCAL_ORIGINS, ServerSettings
 from flint_jax.server.state import ServerState
 from flint_jax.server.status import health, load, version
@@ -41,6 +42,7 @@ ROUTES = (
     Route("/v1/models/{name:path}", one_model, methods=["GET"]),
     Route("/v1/chat/completions", chat_completions, methods=["POST"]),
     Route("/v1/completions", completions, methods=["POST"]),
+    Route("/v1/responses", responses, methods=["POST"]),
     Route("/v1/messages", messages, methods=["POST"]),
     Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),
     Route("/tokenize", tokenize, methods=["POST"]),

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import anthropic
 import httpx
 import openai
 
@@ -55,7 +57,7 @@ class Server:
 
     def __init__(self, settings: ServerSettings, engine: FakeEngine, served: ServedModel | None):
         self.settings, self.engine = settings, engine
-        self._clients: list[openai.OpenAI] = []
+        self._clients: list[openai.OpenAI | anthropic.Anthropic] = []
         self.state = ServerState(settings)
         self.state.served = served
         if served is not None:
@@ -84,6 +86,13 @@ class Server:
         """The official client, without retries."""
         defaults = {"base_url": f"{self.url}/v1", "api_key": "none", "max_retries": 0, "timeout": 10}
         client = openai.OpenAI(**(defaults | options))
+        self._clients.append(client)
+        return client
+
+    def anthropic(self, **options) -> anthropic.Anthropic:
+        """The other official client, without retries."""
+        defaults = {"base_url": self.url, "api_key": "none", "max_retries": 0, "timeout": 10}
+        client = anthropic.Anthropic(**(defaults | options))
         self._clients.append(client)
         return client
 
@@ -134,6 +143,26 @@ def wait_until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
     while not condition():
         assert time.monotonic() < end, "waited in vain"
         time.sleep(0.002)
+
+
+def sse_events(text: str) -> list[dict]:
+    """The events of a stream whose events are named after the type of their data, framing checked, comments dropped."""
+    assert text.endswith("\n\n")
+    events = []
+    for block in text[:-2].split("\n\n"):
+        if block.startswith(":"):
+            continue
+        name, data = block.split("\n")
+        value = json.loads(data.removeprefix("data: "))
+        assert (name, data[:6]) == (f"event: {value['type']}", "data: ")
+        events.append(value)
+    return events
+
+
+def call(name: str, **arguments: str) -> str:
+    """A tool call as the model writes it."""
+    pairs = "".join(f"<arg_key>{k}</arg_key><arg_value>{v}</arg_value>" for k, v in arguments.items())
+    return f"<tool_call>{name}{pairs}</tool_call>"
 
 
 def sse_data(text: str) -> Iterator[str]:

@@ -1,0 +1,251 @@
+"""From the request of OpenAI's Responses protocol to a conversation in the chat form."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from flint_jax.server.body import Fields, kind_of, log_once
+from flint_jax.server.chat_prompt import Conversation
+from flint_jax.server.errors import bad_request
+from flint_jax.server.thinking import layered, reasoning_kwargs
+from flint_jax.server.tools import check_function, read_choice
+
+_SEALED = "flint:"  # begins an ``encrypted_content`` of ours: the thought itself, for clients that send only this back
+
+# What other servers did on their own account; nothing of it is for the model to read.
+_SKIPPED = frozenset(
+    {
+        "additional_tools",
+        "code_interpreter_call",
+        "compaction",
+        "computer_call",
+        "computer_call_output",
+        "file_search_call",
+        "image_generation_call",
+        "mcp_approval_request",
+        "mcp_approval_response",
+        "mcp_call",
+        "mcp_list_tools",
+        "tool_search_call",
+        "tool_search_output",
+        "web_search_call",
+    }
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class ToolName:
+    """How the client knows a function: its name, its namespace if it has one, and whether it takes free text."""
+
+    name: str
+    namespace: str | None = None
+    custom: bool = False
+
+
+def read_conversation(fields: Fields) -> tuple[Conversation, dict[str, ToolName]]:
+    """The conversation, and for each function that the model sees what the client calls it. Raises ApiError."""
+    tools, names = _tools(fields)
+    kwargs = layered(reasoning_kwargs(fields), fields.object("chat_template_kwargs") or {})
+    conversation = Conversation(
+        messages=_messages(fields),
+        tools=tuple(tools),
+        choice=read_choice(fields, tools),
+        parallel=fields.boolean("parallel_tool_calls", True),
+        kwargs=kwargs,
+        param="input",
+    )
+    return conversation, names
+
+
+def read_format(fields: Fields) -> dict[str, Any] | None:
+    """``text.format`` as a ``response_format``; None for plain text."""
+    options = Fields(fields.object("text") or {}, prefix="text.")
+    given = options.object("format")
+    kind = given.get("type") if given else "text"
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return {"type": kind}
+    if kind != "json_schema" or not isinstance(given.get("schema"), dict):
+        raise options.error("format", 'must be of type text, json_object, or json_schema with a "schema"')
+    return {"type": kind, "json_schema": {k: given[k] for k in ("name", "schema", "strict") if k in given}}
+
+
+def sealed(thought: str) -> str:
+    """A thought as ``encrypted_content``."""
+    return _SEALED + base64.b64encode(thought.encode()).decode()
+
+
+# -- tools -----------------------------------------------------------------------------------------------------------
+
+
+def _tools(fields: Fields) -> tuple[list[dict[str, Any]], dict[str, ToolName]]:
+    tools: list[dict[str, Any]] = []
+    names: dict[str, ToolName] = {}
+
+    def add(tool: Any, where: str, namespace: str | None) -> None:
+        if not isinstance(tool, dict):
+            raise bad_request(f"{where} is {kind_of(tool)}; need an object", where, "invalid_type")
+        kind = tool.get("type")
+        if kind == "namespace" and namespace is None and isinstance(tool.get("tools"), list):
+            for n, inner in enumerate(tool["tools"]):
+                add(inner, f"{where}.tools[{n}]", str(tool.get("name") or ""))
+            return
+        if kind not in ("function", "custom"):
+            log_once(f"leaving out tools of the type {kind!r:.64}: OpenAI's servers run them, this one cannot")
+            return
+        function = tool.get("function", tool)  # the chat form, which some clients send here too
+        function = function if isinstance(function, dict) else tool
+        check_function(function, where)
+        known = ToolName(function["name"], namespace, kind == "custom")
+        shown = _shown(known)
+        names[shown] = known
+        tools.append({"type": "function", "function": _function(function, shown, known.custom)})
+
+    for n, tool in enumerate(fields.array("tools") or []):
+        add(tool, f"tools[{n}]", None)
+    return tools, names
+
+
+def _shown(known: ToolName) -> str:
+    """The name under which the model sees it; two namespaces may have functions of one name."""
+    if not known.namespace:
+        return known.name
+    return known.namespace.rstrip("_") + "__" + known.name
+
+
+def _function(tool: Mapping[str, Any], name: str, custom: bool) -> dict[str, Any]:
+    function = {"name": name, "description": tool.get("description") or ""}
+    if not custom:
+        function["parameters"] = tool.get("parameters") or {"type": "object", "properties": {}}
+        return function | ({"strict": True} if tool.get("strict") else {})
+    rules = tool.get("format")
+    if isinstance(rules, dict) and rules.get("definition"):
+        function["description"] += f"\n\nThe input follows this {rules.get('syntax')} grammar:\n{rules['definition']}"
+    text = {"type": "string", "description": "the whole input, as it is"}
+    return function | {"parameters": {"type": "object", "properties": {"input": text}, "required": ["input"]}}
+
+
+# -- input -----------------------------------------------------------------------------------------------------------
+
+
+def _messages(fields: Fields) -> list[dict[str, Any]]:
+    given = fields.raw("input")
+    if isinstance(given, str):
+        given = [{"role": "user", "content": given}]
+    if not isinstance(given, list) or not given:
+        raise fields.error("input", "must be a string or a non-empty array of items")
+    turns = _Turns()
+    instructions = fields.string("instructions")
+    if instructions:
+        turns.messages.append({"role": "system", "content": instructions})
+    for n, item in enumerate(given):
+        where = f"input[{n}]"
+        if not isinstance(item, dict):
+            raise bad_request(f"{where} is {kind_of(item)}; need an object", where, "invalid_type")
+        turns.add(item, where)
+    turns.close()
+    return turns.messages
+
+
+class _Turns:
+    """Puts the items of one assistant turn, its thought, text and calls, back together into one message."""
+
+    def __init__(self):
+        self.messages: list[dict[str, Any]] = []
+        self._open: dict[str, Any] | None = None
+
+    def add(self, item: Mapping[str, Any], where: str) -> None:
+        kind = item.get("type") or "message"
+        match kind:
+            case "message":
+                self._message(item, where)
+            case "reasoning":
+                self._thought(item, where)
+            case "function_call" | "custom_tool_call":
+                self._call(item, where, kind == "custom_tool_call")
+            case "function_call_output" | "custom_tool_call_output":
+                self.close()
+                content = _text(item.get("output"), f"{where}.output")
+                self.messages.append({"role": "tool", "tool_call_id": str(item.get("call_id")), "content": content})
+            case "item_reference":
+                raise bad_request(f"{where} refers to an item, but this server keeps none: send the item", where)
+            case _ if kind in _SKIPPED:
+                log_once(f"skipping input items of the type {kind}")
+            case _:
+                raise bad_request(f"{where}.type is {kind!r:.64}, which this server does not know", f"{where}.type")
+
+    def close(self) -> None:
+        """End the assistant's turn."""
+        if self._open is not None:
+            self.messages.append(self._open)
+            self._open = None
+
+    def _turn(self) -> dict[str, Any]:
+        if self._open is None:
+            self._open = {"role": "assistant", "content": ""}
+        return self._open
+
+    def _message(self, item: Mapping[str, Any], where: str) -> None:
+        role, content = item.get("role"), _text(item.get("content"), f"{where}.content")
+        if role == "assistant":
+            self._turn()["content"] += content
+            return
+        if role not in ("user", "system", "developer"):
+            raise bad_request(
+                f"{where}.role is {role!r:.40}; need user, assistant, system or developer", f"{where}.role"
+            )
+        self.close()
+        self.messages.append({"role": role, "content": content})
+
+    def _thought(self, item: Mapping[str, Any], where: str) -> None:
+        if self._open is not None and (self._open["content"] or "tool_calls" in self._open):
+            self.close()
+        thought = _text(item.get("content"), f"{where}.content") or _unsealed(item.get("encrypted_content"))
+        if thought:
+            turn = self._turn()
+            turn["reasoning_content"] = turn.get("reasoning_content", "") + thought
+
+    def _call(self, item: Mapping[str, Any], where: str, custom: bool) -> None:
+        name = item.get("name")
+        if not isinstance(name, str):
+            raise bad_request(f"{where}.name is {kind_of(name)}; need a string", f"{where}.name", "invalid_type")
+        arguments = item.get("arguments")
+        if custom:
+            arguments = json.dumps({"input": str(item.get("input") or "")}, ensure_ascii=False)
+        name = _shown(ToolName(name, item.get("namespace")))
+        function = {"name": name, "arguments": arguments}
+        call = {"id": str(item.get("call_id")), "type": "function", "function": function}
+        self._turn().setdefault("tool_calls", []).append(call)
+
+
+def _text(content: Any, where: str) -> str:
+    """The text of a string, of an array of text parts, or of nothing."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list):
+        raise bad_request(f"{where} is {kind_of(content)}; need a string or an array of parts", where, "invalid_type")
+    texts = []
+    for n, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, dict) else kind_of(part)
+        text = part.get("refusal" if kind == "refusal" else "text") if isinstance(part, dict) else None
+        if kind not in ("input_text", "output_text", "text", "refusal", "reasoning_text"):
+            raise bad_request(f"{where}[{n}] is of type {kind!r:.64}; this model takes text only", f"{where}[{n}]")
+        if not isinstance(text, str):
+            raise bad_request(f"{where}[{n}].text must be a string", f"{where}[{n}].text", "invalid_type")
+        texts.append(text)
+    return "".join(texts)
+
+
+def _unsealed(sealed_thought: Any) -> str:
+    """The thought in an ``encrypted_content`` of ours; nothing for that of another server."""
+    if not isinstance(sealed_thought, str) or not sealed_thought.startswith(_SEALED):
+        return ""
+    try:
+        return base64.b64decode(sealed_thought.removeprefix(_SEALED), validate=True).decode()
+    except ValueError:
+        return ""
