@@ -90,6 +90,7 @@ class Node:
 class Snapshot:
     """Rings of a slot, kept at ``index``; they serve every position from ``low`` to ``high``.
 
+    end: tokens that went through the rings, at most; those after ``high`` may be of another sequence.
     node: its last full page. tail: the page of the tokens after that, or None. base: the node it is looked up from, at
     or above ``low``; suffix: token ids from there to ``high``.
     """
@@ -97,6 +98,7 @@ class Snapshot:
     index: int
     low: int
     high: int
+    end: int
     node: Node
     tail: int | None
     base: Node
@@ -200,7 +202,7 @@ class PrefixCache:
                 self._age(known)
                 return None
         tail = pages[high // self.page] if high % self.page else None
-        snapshot = Snapshot(-1, low, high, last, tail, base, suffix, passing)
+        snapshot = Snapshot(-1, low, high, end, last, tail, base, suffix, passing)
         last.ends += 1
         base.snapshots.append(snapshot)
         if tail is not None:
@@ -253,7 +255,9 @@ class PrefixCache:
         tail = snapshot.tail
         if tail is not None and pool.keeps[tail] == 1 and not pool.uses[tail]:
             return True
-        return node.parent is not None and node.ends == 1 and not node.children and not pool.uses[node.page]
+        if node.parent is None or node.ends > 1 or node.children:
+            return False
+        return pool.keeps[node.page] == 1 and not pool.uses[node.page]
 
     def remove(self, snapshots: Iterable[Snapshot]) -> None:
         """Forget snapshots whose contents turned out bad; those gone already are skipped."""

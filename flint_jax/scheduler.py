@@ -52,6 +52,7 @@ class Request:
     branch: int = 0  # the mark at which its prompt leaves a known path
     leader: tuple[Request, int] | None = None  # what it waited for: another's prefill to reach this position
     lineage: list[Snapshot] = dataclasses.field(default_factory=list)  # snapshots it came from or left behind
+    stale: int = 0  # its rings may hold tokens of another sequence up to this position
     trail: Node | None = None  # where its path in the prefix cache was last seen
 
     def __post_init__(self) -> None:
@@ -334,6 +335,7 @@ class Scheduler:
         ops.append(Admit(request))
         if hit.position:
             request.lineage.append(hit.snapshot)
+            request.stale = hit.snapshot.end
             ops.append(Restore(hit.snapshot.index, request.slot))
         while len(request.pages) < need:
             request.pages.append(self._take())
@@ -450,6 +452,7 @@ class Scheduler:
             end = max(request.target, len(request.prompt) + request.dispatched - 1)
         else:
             high = end = request.prefilled
+        end = max(end, request.stale)
         snapshot = self.cache.insert(
             request.salt, request.span, request.pages, high, end, trail=request.trail, passing=passing
         )
@@ -467,6 +470,7 @@ class Scheduler:
         request.pages = []
         request.prefilled = request.target = 0
         request.marks = []
+        request.stale = 0
         request.trail = None
 
     def check(self, requests: Iterable[Request]) -> None:

@@ -1,133 +1,289 @@
-"""The scheduler against a model of its invariants: nothing owned twice, nothing lost, every request ends."""
+"""The scheduler against a device of token ids and a model of its invariants.
+
+Random loads of related prompts run with results read late, aborts and too few pages. After every plan: every slot, page
+and snapshot has exactly the owners it should have, and everything the prefix cache claims is true on the device. At the
+end: every request has ended with the tokens it would have had alone.
+"""
+
+import collections
+import random
 
 import hypothesis.strategies as st
+import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from flint_jax.scheduler import Request, Scheduler
+from flint_jax.scheduler import Admit, Chunk, CopyPage, Request, Restore, Save, Scheduler
+from flint_jax.step import Sizes
+from tests.engine.fake_steps import FakeSteps, reply
 
-PAGE = 4
+PAGE, WINDOW, RING = 4, 3, 8
 
 
-def run(scheduler, requests, lag, arrivals=None, aborts=()):
-    """Drive plans to the end with results ``lag`` iterations late; returns tokens each request's chunks covered."""
-    arrivals = dict(arrivals or {})
-    pending, fed, rounds = [], {r.id: [] for r in requests}, 0
-    waiting = {r.id: arrivals.get(r.id, 0) for r in requests}
-    while True:
-        for r in requests:
-            if waiting.get(r.id) == rounds:
-                scheduler.add(r)
-                del waiting[r.id]
-        for index, when in aborts:
-            if when == rounds:
-                scheduler.end(requests[index])
-        plan = scheduler.plan()
-        scheduler.check([r for r in requests if not r.ended])
+class Rig:
+    """A scheduler, its device, and an engine's loop around them that reads results ``lag`` iterations late."""
+
+    def __init__(self, slots=2, pages=12, chunks=(8,), budget=None, snapshots=4, lag=1, interval=16):
+        sizes = Sizes(slots, pages, pages * PAGE, (slots,), chunks, snapshots)
+        self.device = FakeSteps(sizes, window=WINDOW, page=PAGE, ring=RING)
+        self.scheduler = Scheduler(
+            slots, pages, PAGE, chunks, budget, snapshots=snapshots, window=WINDOW, ring=RING, interval=interval
+        )
+        self.lag = lag
+        self.pending = collections.deque()
+        self.alive = []
+        self.rounds = 0
+        self.plan = None
+
+    def add(self, request):
+        self.alive.append(request)
+        self.scheduler.add(request)
+        return request
+
+    def end(self, request, keep=True):
+        self.alive.remove(request)
+        self.do(self.scheduler.end(request, keep=keep))
+        self.check()
+
+    def do(self, ops):
         drawn = []
-        for r in plan.admitted:
-            fed[r.id] = []
-        assert sum(c.count for c in plan.chunks) <= scheduler.budget
-        for c in plan.chunks:
-            assert c.request.slot is not None
-            assert c.start == len(fed[c.request.id])
-            fed[c.request.id] += list(range(c.start, c.start + c.count))
-            assert len(fed[c.request.id]) <= len(c.request.pages) * PAGE
-            if c.final:
-                drawn.append((c.request, c.request.epoch))
-        assert len({r.slot for r in plan.decode}) == len(plan.decode)
-        for r in plan.decode:
-            # The step writes the last drawn token: there is a page for it.
-            assert len(r.prompt) + r.dispatched - 1 <= len(r.pages) * PAGE
-            drawn.append((r, r.epoch))
-        pending.append(drawn)
-        while len(pending) > lag or (plan.empty and pending):
-            for r, epoch in pending.pop(0):
-                if r.ended or r.epoch != epoch or r.slot is None:
+        for op in ops:
+            match op:
+                case Admit(request):
+                    self.device.admit(request.slot, None, request.limit - 1)
+                case Restore(index, slot):
+                    self.device.restore(index, slot)
+                case CopyPage(source, target):
+                    self.device.copy_page(source, target)
+                case Save(slot, index):
+                    self.device.save(slot, index)
+                case Chunk(request, start, count, final):
+                    assert start + count <= len(request.pages) * PAGE
+                    token, _ = self.device.prefill(request.slice(start, start + count), request.slot, start, final)
+                    if final:
+                        drawn.append((request, request.epoch, int(token[0])))
+        return drawn
+
+    def step(self):
+        """One iteration; whether anything is left to do."""
+        self.plan = plan = self.scheduler.plan()
+        for request in plan.moved:
+            self.device.tables[request.slot, : len(request.pages)] = request.pages
+        drawn = self.do(plan.ops)
+        if plan.decode:
+            tokens, _ = self.device.decode([r.slot for r in plan.decode])
+            drawn += [(r, r.epoch, int(t)) for r, t in zip(plan.decode, tokens, strict=True)]
+        assert sum(c.count for c in plan.chunks) <= self.scheduler.budget
+        self.check()
+        self.pending.append(drawn)
+        while len(self.pending) > self.lag or (plan.empty and self.pending):
+            for request, epoch, token in self.pending.popleft():
+                if request.ended or request.epoch != epoch or request.slot is None:
                     continue
-                r.output.append(7)
-                assert len(r.prompt) + len(r.output) <= r.limit
-                if len(r.prompt) + len(r.output) == r.limit:
-                    scheduler.end(r)
-        rounds += 1
-        assert rounds < 5000, "a request never ends"
-        if all(r.ended for r in requests) and not waiting:
-            break
-    scheduler.check([])
-    return rounds
+                request.output.append(token)
+                assert request.known <= request.limit
+                if request.known == request.limit:
+                    self.end(request)
+        self.rounds += 1
+        assert self.rounds < 5000, "a request never ends"
+        return bool(self.alive or any(self.pending))
+
+    def run(self):
+        while self.step():
+            pass
+        self.check()
+        assert not self.alive
+        return self
+
+    def check(self):
+        scheduler, device = self.scheduler, self.device
+        scheduler.check(self.alive)
+        for request in self.alive:
+            writing = request.pages[request.prefilled // PAGE :] if not request.decoding else request.pages[-1:]
+            assert all(scheduler.pool.uses[p] == 1 for p in writing), "a page being written to is shared"
+        for index, snapshot in scheduler.cache.snapshots.items():
+            assert snapshot.index == index
+            ids = np.frombuffer(self.claimed(snapshot), np.int32)
+            assert len(ids) == snapshot.high
+            paged = device.pages[snapshot.pages()].reshape(-1)[: snapshot.high]
+            np.testing.assert_array_equal(paged, ids, err_msg="a cached page was written to")
+            # From its lowest to its highest position, the whole window is there.
+            first = max(snapshot.low - WINDOW + 1, 0)
+            places = np.arange(first, snapshot.high)
+            np.testing.assert_array_equal(device.snapshots[index][places % RING], ids[places])
+
+    @staticmethod
+    def claimed(snapshot):
+        """Token ids that lead to a snapshot, by its path in the tree."""
+        ids, node = snapshot.suffix, snapshot.base
+        while node.parent is not None:
+            ids, node = node.key + ids, node.parent
+        return ids
 
 
-@st.composite
-def loads(draw):
-    pages = draw(st.integers(2, 20))
-    capacity = pages * PAGE
-    requests = []
-    for i in range(draw(st.integers(1, 8))):
-        prompt = draw(st.integers(1, capacity - 1))
-        limit = draw(st.integers(prompt + 1, capacity))
-        requests.append(Request(f"r{i}", tuple(range(prompt)), limit))
-    slots = draw(st.integers(1, 4))
-    chunk = draw(st.sampled_from([1, 3, 8]))
-    budget = draw(st.sampled_from([chunk, 2 * chunk, 5 * chunk]))
-    arrivals = {r.id: draw(st.integers(0, 10)) for r in requests}
-    count = len(requests)
-    aborts = draw(st.lists(st.tuples(st.integers(0, count - 1), st.integers(11, 40)), max_size=3))
-    return slots, pages, chunk, budget, requests, arrivals, aborts
+def solo(request):
+    """What a request says when it is alone and nothing is cached."""
+    return reply(request.prompt, request.limit - len(request.prompt), WINDOW)
 
 
-@settings(max_examples=300, deadline=None)
-@given(loads(), st.integers(0, 2))
-def test_every_request_ends_and_nothing_leaks(load, lag):
-    slots, pages, chunk, budget, requests, arrivals, aborts = load
-    scheduler = Scheduler(slots, pages, PAGE, chunk, budget)
-    run(scheduler, requests, lag, arrivals, aborts)
-    aborted = {index for index, _ in aborts}
-    for i, r in enumerate(requests):
-        if i not in aborted:
-            assert len(r.prompt) + len(r.output) == r.limit
+# -- random loads ------------------------------------------------------------------------------------------------------
+
+
+def random_prompt(rng, stems, longest):
+    """A prompt that shares its beginning with others: a stem, cut anywhere, and a tail of its own."""
+    stem = rng.choice(stems)
+    cut = rng.randint(0, min(len(stem), longest - 1))
+    tail = [rng.randrange(3) for _ in range(rng.randint(0 if cut else 1, max(min(6, longest - cut), 1)))]
+    return tuple([*stem[:cut], *tail][:longest])
+
+
+@settings(max_examples=250, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    slots=st.integers(1, 4),
+    pages=st.integers(3, 24),
+    chunks=st.sampled_from([(1,), (3,), (2, 8), (8,), (1, 4, 16)]),
+    share=st.sampled_from([1, 2, 5]),
+    snapshots=st.sampled_from([0, 1, 2, 6]),
+    lag=st.integers(0, 2),
+    aborts=st.sampled_from([0.0, 0.05, 0.3]),
+)
+def test_every_request_says_what_it_says_alone(seed, slots, pages, chunks, share, snapshots, lag, aborts):
+    rng = random.Random(seed)
+    rig = Rig(slots, pages, chunks, chunks[-1] * share, snapshots, lag, interval=rng.choice([4, 12, 1000]))
+    capacity = rig.scheduler.capacity()
+    stems = [[rng.randrange(3) for _ in range(capacity)] for _ in range(2)]
+    requests, finished, busy = [], [], True
+    while busy or len(requests) < 14:
+        if len(requests) < 14 and rng.random() < 0.4:
+            if finished and rng.random() < 0.5:  # the next turn of a conversation
+                last = rng.choice(finished)
+                prompt = (*last.prompt, *last.output, *(rng.randrange(3) for _ in range(rng.randint(1, 5))))
+            else:
+                prompt = random_prompt(rng, stems, capacity - 1)
+            if len(prompt) < capacity:
+                limit = rng.randint(len(prompt) + 1, min(capacity, len(prompt) + 20))
+                salt = rng.choice(["", "", "x"])
+                requests.append(rig.add(Request(f"r{len(requests)}", prompt, limit, salt, rng.random() < 0.9)))
+        if rig.alive and rng.random() < aborts:
+            rig.end(rng.choice(rig.alive), keep=rng.random() < 0.8)
+        busy = rig.step()
+        finished = [r for r in requests if r.ended]
+    for r in requests:
+        assert r.output == solo(r)[: len(r.output)]
+    assert rig.scheduler.pool.used == 0
+    if not aborts:
+        assert all(r.known == r.limit for r in requests)
+
+
+# -- order -------------------------------------------------------------------------------------------------------------
 
 
 def test_first_come_first_served():
-    scheduler = Scheduler(1, 8, PAGE, 8)
-    requests = [Request(f"r{i}", (1, 2), 4) for i in range(3)]
-    for r in requests:
-        scheduler.add(r)
-    assert scheduler.plan().admitted == (requests[0],)
-    scheduler.end(requests[0])
-    assert scheduler.plan().admitted == (requests[1],)
+    rig = Rig(slots=1)
+    requests = [rig.add(Request(f"r{i}", (i, 2), 4)) for i in range(3)]
+    order = []
+    while rig.step():
+        order += rig.plan.admitted
+    assert order == requests
+
+
+def test_who_cannot_have_its_pages_yet_is_not_overtaken():
+    rig = Rig(slots=3, pages=6, snapshots=0)
+    first = rig.add(Request("first", (1,) * 10, 14))
+    big = rig.add(Request("big", (2,) * 18, 20))
+    small = rig.add(Request("small", (3,), 3))
+    rig.step()
+    assert rig.plan.admitted == (first,)
+    while big.slot is None:
+        assert small.slot is None
+        rig.step()
+    rig.run()
 
 
 def test_the_youngest_gives_way_and_comes_back_whole():
-    scheduler = Scheduler(2, 4, PAGE, 8, 16)
-    old, young = Request("old", (1,) * 4, 14), Request("young", (2,) * 4, 14)
-    scheduler.add(old)
-    scheduler.add(young)
-    rounds = 0
+    rig = Rig(slots=2, pages=5, chunks=(8,), budget=16, snapshots=0, lag=0)
+    old, young = rig.add(Request("old", (1,) * 4, 14)), rig.add(Request("young", (2,) * 4, 14))
     seen = False
-    while not (old.ended and young.ended):
-        plan = scheduler.plan()
-        seen |= young in plan.preempted
-        assert old not in plan.preempted
-        for r in [c.request for c in plan.chunks if c.final] + list(plan.decode):
-            r.output.append(5)
-            if len(r.prompt) + len(r.output) == r.limit:
-                scheduler.end(r)
-        rounds += 1
-        assert rounds < 100
+    while rig.step():
+        seen |= young in rig.plan.preempted
+        assert old not in rig.plan.preempted
     assert seen
-    assert len(young.output) == 10
+    assert young.output == solo(young)
+
+
+def test_a_long_prompt_does_not_hold_up_a_short_one_nor_the_other_way_round():
+    rig = Rig(slots=2, pages=100, chunks=(8,), snapshots=0, lag=0)
+    long = rig.add(Request("long", (1,) * 160, 161))
+    rig.step()
+    shorts = 0
+    while not long.ended:
+        before = long.prefilled
+        short = rig.add(Request(f"short{shorts}", (2,) * 4, 5))
+        rounds = rig.rounds
+        while not short.ended:
+            rig.step()
+        assert rig.rounds - rounds <= 2
+        shorts += 1
+        rig.step()
+        assert long.ended or long.prefilled > before
+    assert shorts >= 5
+
+
+def test_a_running_stream_waits_for_one_budget_of_prefill_at_most():
+    """A prompt of 100 pieces joins three streams: between two steps of theirs never more than one piece."""
+    rig = Rig(slots=8, pages=300, chunks=(2, 8), snapshots=0, lag=1)
+    streams = [rig.add(Request(f"s{i}", (i,), 150)) for i in range(3)]
+    for _ in range(5):
+        rig.step()
+    rig.add(Request("long", (7,) * 800, 801))
+    for i in range(4):
+        rig.add(Request(f"short{i}", (8, i, i), 9))
+    for _ in range(100):
+        rig.step()
+        padded = sum(2 if c.count <= 2 else 8 for c in rig.plan.chunks)
+        assert padded <= 8
+        assert len(rig.plan.chunks) <= 4
+        assert {s for s in streams if not s.exhausted} <= set(rig.plan.decode)
+    rig.run()
+
+
+def test_budgets_of_several_pieces_are_shared():
+    rig = Rig(slots=6, pages=100, chunks=(2, 8), budget=16, snapshots=0)
+    for i in range(3):
+        rig.add(Request(f"r{i}", (i,) * 30, 31))
+    rig.step()
+    assert [(c.request.id, c.count) for c in rig.plan.chunks] == [("r0", 8), ("r0", 8)]
+    for n in (1, 2, 3):
+        rig.add(Request(f"tiny{n}", (9,) * n, n + 1))
+    rig.step()
+    # The fewest tokens first. A piece costs a quarter of the budget at least, or its padded length: 4 + 4 + 8.
+    assert [c.count for c in rig.plan.chunks] == [1, 2, 3]
+    rig.run()
+
+
+# -- limits ------------------------------------------------------------------------------------------------------------
 
 
 def test_a_request_that_can_never_fit_is_refused():
     with pytest.raises(ValueError, match="pool holds 8"):
-        Scheduler(1, 2, PAGE, 8).add(Request("r", (1,), 9))
+        Scheduler(1, 2, PAGE, (8,)).add(Request("r", (1,), 9))
 
 
 def test_ending_twice_is_fine():
-    scheduler = Scheduler(1, 2, PAGE, 8)
+    scheduler = Scheduler(1, 2, PAGE, (8,))
     r = Request("r", (1,), 4)
     scheduler.add(r)
     scheduler.plan()
     scheduler.end(r)
     scheduler.end(r)
     scheduler.check([])
+
+
+def test_a_waiting_request_can_end():
+    rig = Rig(slots=1)
+    rig.add(Request("first", (1, 2), 8))
+    second = rig.add(Request("second", (1, 3), 8))
+    rig.step()
+    rig.end(second)
+    rig.run()
