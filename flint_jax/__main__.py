@@ -1,4 +1,4 @@
-"""``python -m flint_jax``: info, generate, chat, bench, eval, synthetic."""
+"""``python -m flint_jax``: info, generate, chat, score, bench, eval, synthetic."""
 
 from __future__ import annotations
 
@@ -49,6 +49,11 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("rest", nargs=argparse.REMAINDER)
     bench.set_defaults(run=_bench)
 
+    score = commands.add_parser("score", help="log-probabilities for a file of texts or (context, continuation) pairs")
+    _model_flags(score)
+    _score_flags(score)
+    score.set_defaults(run=_score)
+
     evaluate = commands.add_parser("eval", help="exact answers on held-out exercises: tools, look-ups, arithmetic ...")
     _model_flags(evaluate)
     _eval_flags(evaluate)
@@ -77,6 +82,12 @@ def _sampling_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-tokens", type=int, default=256)
     parser.add_argument("--seed", type=int)
     parser.add_argument("--stop", action="append", default=[], help="stop string; may be given several times")
+
+
+def _score_flags(parser: argparse.ArgumentParser) -> None:
+    from flint_jax.scoring.command import arguments
+
+    arguments(parser)
 
 
 def _eval_flags(parser: argparse.ArgumentParser) -> None:
@@ -167,6 +178,12 @@ def _chat(args: argparse.Namespace) -> int:
         reply = lm.generate(messages, params).text
         print(reply)
         messages.append({"role": "assistant", "content": reply})
+
+
+def _score(args: argparse.Namespace) -> int:
+    from flint_jax.scoring import command
+
+    return command.run(args, _load(args))
 
 
 def _eval(args: argparse.Namespace) -> int:

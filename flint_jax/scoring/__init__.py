@@ -1,11 +1,31 @@
 """Batch scoring: log-probabilities of given tokens. Start with ``Scorer`` (scorer.py).
 
 plan.py decides what runs when and in which pages, programs.py are the compiled programs, windows.py is the rule for
-sequences longer than the context, records.py and files.py are ``python -m flint_jax score``.
+sequences longer than the context, inputs.py makes token ids; records.py, files.py and command.py are ``python -m
+flint_jax score``. Names are imported when first used, so that the command line's parser does not import jax.
 """
 
-from flint_jax.scoring.inputs import encode_pair
-from flint_jax.scoring.scorer import Score, Scorer, Stats
-from flint_jax.scoring.windows import Window, windows
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from flint_jax.scoring.inputs import encode_pair
+    from flint_jax.scoring.scorer import Score, Scorer, Stats
+    from flint_jax.scoring.windows import Window, windows
+
+_HOME = {
+    "Score": "scorer",
+    "Scorer": "scorer",
+    "Stats": "scorer",
+    "Window": "windows",
+    "encode_pair": "inputs",
+    "windows": "windows",
+}
 
 __all__ = ["Score", "Scorer", "Stats", "Window", "encode_pair", "windows"]
+
+
+def __getattr__(name: str):
+    if name in _HOME:
+        return getattr(importlib.import_module(f"flint_jax.scoring.{_HOME[name]}"), name)
+    raise AttributeError(f"module 'flint_jax.scoring' has no attribute {name!r}")

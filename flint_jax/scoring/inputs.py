@@ -34,7 +34,7 @@ def encode_pair(
     """
     if isinstance(context, str) != isinstance(continuation, str):
         if not len(context):  # "" or [] fits both
-            return [], encode(lm, continuation)
+            return [], encode(lm, continuation, special=False)
         raise RequestError("context and continuation must both be text or both be token ids")
     if not isinstance(context, str):
         return context, continuation
@@ -48,7 +48,10 @@ def encode_pair(
 
 def check_ids(ids: Sequence[int], vocab_size: int, what: str) -> np.ndarray:
     """Token ids as int32 [n]. Raises RequestError when they are no integers or outside the vocabulary."""
-    array = np.asarray(ids)
+    try:
+        array = np.asarray(ids)
+    except ValueError as error:
+        raise RequestError(f"{what}: token ids must be a flat list of integers ({error})") from None
     if not array.size:
         return np.zeros(0, np.int32)
     if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):

@@ -26,6 +26,7 @@ from flint_jax.scoring.inputs import LanguageModel, default_prefix, encode, enco
 from flint_jax.scoring.programs import Pages, Programs, page_bytes
 from flint_jax.scoring.windows import windows
 
+Item = tuple[np.ndarray, int]  # tokens int32 [n], index of the first one to score
 WIDTHS = (64, 16)
 AHEAD = 2  # steps dispatched before the results of the first are read
 
@@ -129,13 +130,15 @@ class Scorer:
         An empty context is replaced by the prefix token. Raises RequestError, naming the pair, when there is none, for
         ids outside the vocabulary, or when a pair is longer than ``max_length`` + 1 tokens (see ``score_long``).
         """
-        return self._score_pairs(pairs, long=False)
+        items = [self.pair_item(*pair, f"pair {i}") for i, pair in enumerate(pairs)]
+        return self.score_ids(items)
 
     def score_long(
         self, pairs: Iterable[tuple[Sequence[int] | str, Sequence[int] | str]], *, overlap: int = 1
     ) -> list[Score]:
         """``score`` for pairs of any length, read in windows of ``max_length`` tokens (see ``windows``)."""
-        return self._score_pairs(pairs, long=True, overlap=overlap)
+        items = [self.pair_item(*pair, f"pair {i}") for i, pair in enumerate(pairs)]
+        return self.score_ids(items, long=True, overlap=overlap)
 
     def score_texts(
         self, texts: Iterable[Sequence[int] | str], *, prefix: int | None = None, overlap: int = 1
@@ -144,13 +147,7 @@ class Scorer:
 
         prefix: token put before each text; without it a text's first token has no score.
         """
-        if prefix is not None:
-            self.check_ids([prefix], "prefix")
-        lead = [] if prefix is None else [prefix]
-        items = []
-        for i, text in enumerate(texts):
-            ids = self.check_ids(encode(self.lm, text), f"text {i}")
-            items.append((np.concatenate([np.asarray(lead, np.int32), ids]), len(lead)))
+        items = [self.text_item(text, prefix, f"text {i}") for i, text in enumerate(texts)]
         return self.score_ids(items, long=True, overlap=overlap, name="text")
 
     def warm_up(self) -> float:
@@ -168,7 +165,7 @@ class Scorer:
         return time.monotonic() - begin
 
     def score_ids(
-        self, items: Sequence[tuple[np.ndarray, int]], *, long: bool = False, overlap: int = 1, name: str = "pair"
+        self, items: Sequence[Item], *, long: bool = False, overlap: int = 1, name: str = "pair"
     ) -> list[Score]:
         """Scores of items (tokens int32 [n], checked; index of the first one to score). Entries before index 1 are 0.
 
@@ -178,12 +175,8 @@ class Scorer:
         parts: list[list[tuple[plan.Task, _Result, int]]] = []  # per item: task, result, where its scores begin
         for i, (tokens, first) in enumerate(items):
             start = max(first, 1)
-            if len(tokens) - 1 > self.max_length and len(tokens) > start and not long:
-                raise RequestError(
-                    f"This scorer's maximum context length is {self.max_length} tokens. However, {name} {i} has "
-                    f"{len(tokens)} tokens ({first} of context). Shorten it, or read it in windows (score_long).",
-                    code="context_length_exceeded",
-                )
+            if not long and (error := self.too_long((tokens, first), f"{name} {i}")) is not None:
+                raise error
             found = []
             for window in windows(max(len(tokens), start), start, self.max_length, overlap):
                 piece, at = tokens[window.begin : window.end], window.first - window.begin
@@ -304,22 +297,38 @@ class Scorer:
 
     # -- input -----------------------------------------------------------------------------------------------------
 
-    def _score_pairs(self, pairs, *, long: bool, overlap: int = 1) -> list[Score]:
-        items = []
-        for i, (context, continuation) in enumerate(pairs):
-            context, continuation = encode_pair(self.lm, context, continuation)
-            context = self.check_ids(context, f"the context of pair {i}")
-            continuation = self.check_ids(continuation, f"the continuation of pair {i}")
-            if not len(context) and len(continuation):
-                if self.prefix is None:
-                    raise RequestError(
-                        f"the context of pair {i} is empty, so nothing predicts its first token, and no prefix token "
-                        "stands in (this model names no BOS and no EOS, or prefix=None was given). Give "
-                        "prefix=TOKEN_ID, or score it as a text."
-                    )
-                context = self.check_ids([self.prefix], "prefix")
-            items.append((np.concatenate([context, continuation]), len(context)))
-        return self.score_ids(items, long=long, overlap=overlap)
+    def pair_item(self, context: Sequence[int] | str, continuation: Sequence[int] | str, name: str) -> Item:
+        """A pair for ``score_ids``; ``name`` stands for it in errors. Raises RequestError (see ``score``)."""
+        context, continuation = encode_pair(self.lm, context, continuation)
+        context = self.check_ids(context, f"the context of {name}")
+        continuation = self.check_ids(continuation, f"the continuation of {name}")
+        if not len(context) and len(continuation):
+            if self.prefix is None:
+                raise RequestError(
+                    f"the context of {name} is empty, so nothing predicts its first token, and no prefix token stands "
+                    "in (this model names no BOS and no EOS, or prefix=None was given). Give prefix=TOKEN_ID, or score "
+                    "it as a text."
+                )
+            context = self.check_ids([self.prefix], "prefix")
+        return np.concatenate([context, continuation]), len(context)
+
+    def text_item(self, text: Sequence[int] | str, prefix: int | None, name: str) -> Item:
+        """A text for ``score_ids``, behind ``prefix`` if there is one."""
+        ids = self.check_ids(encode(self.lm, text), name)
+        if prefix is None:
+            return ids, 0
+        return np.concatenate([self.check_ids([prefix], "prefix"), ids]), 1
+
+    def too_long(self, item: Item, name: str) -> RequestError | None:
+        """What is wrong with an item that is read without windows."""
+        tokens, first = item
+        if len(tokens) <= self.max_length + 1 or len(tokens) <= first:
+            return None
+        return RequestError(
+            f"This scorer's maximum context length is {self.max_length} tokens. However, {name} has {len(tokens)} "
+            f"tokens ({first} of context). Shorten it, or let it be read in windows (score_long, --long).",
+            code="context_length_exceeded",
+        )
 
     def check_ids(self, ids: Sequence[int], what: str) -> np.ndarray:
         """``ids`` as int32 [n]; ``what`` names them in the RequestError for ids that are none."""
