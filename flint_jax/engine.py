@@ -10,6 +10,7 @@ import dataclasses
 import itertools
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -38,7 +39,8 @@ class TokenLogprob:
 class Event:
     """News of one request. The last one has a finish_reason: "stop", "length", "abort" or "error".
 
-    cached_tokens: how many of the prompt's tokens were taken from the prefix cache.
+    cached_tokens: how many of the prompt's tokens were taken from the prefix cache. admitted_at: when it left the queue
+    for the first time, in seconds of time.monotonic.
     A token that ends the request (an end-of-turn or stop id) is named in ``stop_token`` and not part of ``token_ids``.
     """
 
@@ -50,6 +52,7 @@ class Event:
     error: str | None = None
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    admitted_at: float | None = None
 
 
 @dataclasses.dataclass(eq=False)
@@ -61,6 +64,14 @@ class _Job:
     stops: frozenset[int]
     seed: int
     on_event: Callable[[Event], None]
+    admitted_at: float | None = None
+
+    def event(self, **news) -> Event:
+        """News of the request."""
+        r = self.request
+        return Event(
+            r.id, prompt_tokens=len(r.prompt), cached_tokens=r.cached or 0, admitted_at=self.admitted_at, **news
+        )
 
 
 @dataclasses.dataclass
@@ -76,10 +87,19 @@ class Engine:
     """Continuous batching over ``steps``.
 
     eos_ids: the model's end tokens. seed: where seeds of requests that name none come from. budget: most prefill
-    tokens between two decode steps (``--max-num-batched-tokens``), default one chunk.
+    tokens between two decode steps (``--max-num-batched-tokens``), default one chunk. prefix_caching: use the snapshots
+    that ``steps`` has.
     """
 
-    def __init__(self, steps: Steps, *, eos_ids: Sequence[int] = (), seed: int = 0, budget: int | None = None):
+    def __init__(
+        self,
+        steps: Steps,
+        *,
+        eos_ids: Sequence[int] = (),
+        seed: int = 0,
+        budget: int | None = None,
+        prefix_caching: bool = True,
+    ):
         self.steps, self.config = steps, steps.config
         self.max_model_len = steps.sizes.max_context
         self.eos_ids = tuple(eos_ids)
@@ -91,7 +111,7 @@ class Engine:
             PAGE,
             steps.sizes.chunks,
             budget,
-            snapshots=steps.sizes.snapshots,
+            snapshots=steps.sizes.snapshots if prefix_caching else 0,
             window=window,
             ring=ring_size(window),
         )
@@ -244,7 +264,7 @@ class Engine:
                 self.scheduler.add(what.request)
                 self.prompt_tokens += len(what.request.prompt)
             elif (job := self._jobs.get(what)) is not None:
-                self._finish(job, _event(job.request, finish_reason="abort"))
+                self._finish(job, job.event(finish_reason="abort"))
 
     def _dispatch(self, plan: Plan) -> bool:
         for request in plan.preempted:
@@ -273,6 +293,8 @@ class Engine:
 
     def _admit(self, request: Request) -> None:
         job = self._jobs[request.id]
+        if job.admitted_at is None:
+            job.admitted_at = time.monotonic()
         row = sampling.slot_row(
             job.params.replace(seed=job.seed),
             request.prompt,
@@ -319,15 +341,14 @@ class Engine:
         request = job.request
         if token < 0:
             message = "the model's logits held NaN or no token could be drawn"
-            self._finish(job, _event(request, finish_reason="error", error=message))
+            self._finish(job, job.event(finish_reason="error", error=message))
             return
         self.generated_tokens += 1
         request.output.append(token)
         scores = _token_logprob(job.params.logprobs, token, details, row)
         stop = token if token in job.stops and len(request.output) >= job.params.min_tokens else None
         full = len(request.prompt) + len(request.output) >= request.limit
-        event = _event(
-            request,
+        event = job.event(
             token_ids=() if stop is not None else (token,),
             logprobs=None if scores is None or stop is not None else (scores,),
             finish_reason="stop" if stop is not None else "length" if full else None,
@@ -364,7 +385,7 @@ class Engine:
         self._inflight.clear()
         for job in jobs:
             self.scheduler.end(job.request, keep=False)
-            self._tell(job, _event(job.request, finish_reason=reason, error=error))
+            self._tell(job, job.event(finish_reason=reason, error=error))
 
     # -- validation ------------------------------------------------------------------------------------------------
 
@@ -382,10 +403,6 @@ class Engine:
             )
         wanted = room if params.max_tokens is None else len(prompt) + params.max_tokens
         return min(wanted, room)
-
-
-def _event(request: Request, **news) -> Event:
-    return Event(request.id, prompt_tokens=len(request.prompt), cached_tokens=request.cached or 0, **news)
 
 
 def _token_logprob(wanted: int | None, token: int, details: tuple | None, row: int) -> TokenLogprob | None:

@@ -41,16 +41,19 @@ def prompts(name):
 
 
 @functools.cache
-def _programs(name, slots, pages, chunks, batches, max_context, numerics):
-    return Steps(language_model(name, numerics).model, Sizes(slots, pages, max_context, batches, chunks))
+def _programs(name, slots, pages, chunks, batches, max_context, numerics, snapshots):
+    return Steps(language_model(name, numerics).model, Sizes(slots, pages, max_context, batches, chunks, snapshots))
 
 
-def steps(name, *, slots=3, pages=48, chunks=(16, 64), batches=(3,), max_context=1024, numerics="transformers"):
+def steps(
+    name, *, slots=3, pages=48, chunks=(16, 64), batches=(3,), max_context=1024, numerics="transformers", snapshots=0
+):
     """Steps over a golden model whose whole cache is NaN. Programs are shared, so use one at a time."""
-    made = _programs(name, slots, pages, chunks, batches, max_context, numerics)
+    made = _programs(name, slots, pages, chunks, batches, max_context, numerics, snapshots)
     state = State.create(made.model, slots, pages)
     poisoned = jax.tree.map(lambda a: jnp.full_like(a, jnp.nan), state.cache)
     made.state = dataclasses.replace(state, cache=poisoned)
+    made.snapshots = jax.tree.map(lambda a: jnp.full_like(a, jnp.nan), made.snapshots)
     return made
 
 
