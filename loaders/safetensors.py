@@ -122,21 +122,17 @@ def _parse(text: bytes, where: str) -> Any:
         raise CheckpointError(f"{where}: not valid JSON ({short(error)}): damaged or incomplete download?") from None
 
 
+def read_metadata(path: str | os.PathLike) -> dict[str, str]:
+    """The text pairs in the header of one .safetensors file. Raises CheckpointError for damage."""
+    found = _header(MappedFile(path)).get("__metadata__", {})
+    if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
+        raise CheckpointError(f"{path}: __metadata__ is no object of strings: damaged")
+    return found
+
+
 def _read_header(file: MappedFile) -> list[RawTensor]:
-    if file.size < 8:
-        raise CheckpointError(f"{file.path}: {file.size} bytes are no safetensors file (incomplete download?)")
-    length = int.from_bytes(file.data[:8], "little")
-    if length > file.size - 8 or length > MAX_HEADER:
-        limit = min(file.size - 8, MAX_HEADER)
-        raise CheckpointError(
-            f"{file.path}: a header of {length} bytes, at most {limit} are possible: another format, or truncated"
-        )
-    if file.data[8:9] != b"{":
-        raise CheckpointError(f"{file.path}: no JSON header: not a safetensors file")
-    header = _parse(file.data[8 : 8 + length], str(file.path))
-    if not isinstance(header, dict):
-        raise CheckpointError(f"{file.path}: no JSON header: not a safetensors file")
-    start = 8 + length
+    header = _header(file)
+    start = 8 + int.from_bytes(file.data[:8], "little")
     tensors = [_entry(file, name, entry, start) for name, entry in header.items() if name != "__metadata__"]
     refused = Counter(t.kind for t in tensors if t.kind not in DTYPES)
     if refused:
@@ -150,6 +146,23 @@ def _read_header(file: MappedFile) -> list[RawTensor]:
     if end != file.size:
         raise CheckpointError(f"{file.path}: the header describes {end} bytes, the file has {file.size}: damaged")
     return tensors
+
+
+def _header(file: MappedFile) -> dict[str, Any]:
+    if file.size < 8:
+        raise CheckpointError(f"{file.path}: {file.size} bytes are no safetensors file (incomplete download?)")
+    length = int.from_bytes(file.data[:8], "little")
+    if length > file.size - 8 or length > MAX_HEADER:
+        limit = min(file.size - 8, MAX_HEADER)
+        raise CheckpointError(
+            f"{file.path}: a header of {length} bytes, at most {limit} are possible: another format, or truncated"
+        )
+    if file.data[8:9] != b"{":
+        raise CheckpointError(f"{file.path}: no JSON header: not a safetensors file")
+    header = _parse(file.data[8 : 8 + length], str(file.path))
+    if not isinstance(header, dict):
+        raise CheckpointError(f"{file.path}: no JSON header: not a safetensors file")
+    return header
 
 
 def _entry(file: MappedFile, name: str, entry: Any, start: int) -> RawTensor:

@@ -105,16 +105,11 @@ def write_safetensors(
     try:
         jobs = []
         for file, shard in zip(files, shards, strict=True):
-            table, at = {}, 0
-            for t in shard:
-                table[t.name] = {"dtype": t.kind, "shape": list(t.shape), "data_offsets": [at, at + t.nbytes]}
-                at += t.nbytes
-            text = json.dumps({"__metadata__": {"format": "pt"}, **table}, separators=(",", ":")).encode()
-            text += b" " * (-len(text) % 8)
-            file.write(struct.pack("<Q", len(text)) + text)
-            file.truncate(8 + len(text) + at)
+            text, at, places = _safetensors_header(shard, {"format": "pt"})
+            file.write(text)
+            file.truncate(len(text) + at)
             file.flush()
-            jobs += [(file.fileno(), 8 + len(text) + table[t.name]["data_offsets"][0], t) for t in shard]
+            jobs += [(file.fileno(), len(text) + place, t) for t, place in zip(shard, places, strict=True)]
         _stream(jobs, threads, progress)
     finally:
         for file in files:
@@ -126,6 +121,32 @@ def write_safetensors(
     text = json.dumps({"metadata": {"total_size": total}, "weight_map": dict(sorted(index.items()))}, indent=1)
     (folder / "model.safetensors.index.json").write_text(text + "\n", encoding="utf-8")
     return total
+
+
+def write_safetensors_file(path: Path, tensors: Sequence[Tensor], metadata: Mapping[str, str]) -> int:
+    """Write one .safetensors file; it appears under its name when it is whole. Returns its size in bytes."""
+    text, nbytes, places = _safetensors_header(tensors, metadata)
+    partial = path.with_name(path.name + ".partial")
+    with open(partial, "wb") as file:
+        file.write(text)
+        file.truncate(len(text) + nbytes)
+        file.flush()
+        jobs = [(file.fileno(), len(text) + place, t) for t, place in zip(tensors, places, strict=True)]
+        _stream(jobs, 1, False)
+    partial.replace(path)
+    return len(text) + nbytes
+
+
+def _safetensors_header(tensors: Sequence[Tensor], metadata: Mapping[str, str]) -> tuple[bytes, int, list[int]]:
+    """(length and header, bytes of data, where each tensor begins in the data)."""
+    table, places, at = {}, [], 0
+    for t in tensors:
+        table[t.name] = {"dtype": t.kind, "shape": list(t.shape), "data_offsets": [at, at + t.nbytes]}
+        places.append(at)
+        at += t.nbytes
+    text = json.dumps({"__metadata__": dict(metadata), **table}, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text, at, places
 
 
 def _stream(jobs: list[tuple[int, int, Tensor]], threads: int, progress: bool) -> None:
