@@ -160,6 +160,10 @@ class PrefixCache:
             depth += 1
         return Hit(best, position, seen)
 
+    def holds(self, snapshot: Snapshot) -> bool:
+        """Whether it has not been evicted."""
+        return self.snapshots.get(snapshot.index) is snapshot
+
     def touch(self, hit: Hit) -> None:
         """Note that the hit is used. One that shares little with its snapshot does not keep the snapshot young."""
         if hit.snapshot is not None and 2 * hit.position >= hit.snapshot.high:
@@ -259,10 +263,13 @@ class PrefixCache:
             return False
         return pool.keeps[node.page] == 1 and not pool.uses[node.page]
 
-    def remove(self, snapshots: Iterable[Snapshot]) -> None:
-        """Forget snapshots whose contents turned out bad; those gone already are skipped."""
-        for snapshot in snapshots:
-            if self.snapshots.get(snapshot.index) is snapshot:
+    def distrust(self, pages: Iterable[int], lineage: Iterable[Snapshot]) -> None:
+        """Forget every snapshot that has one of the pages, or a page of those in ``lineage``, in its prefix."""
+        bad = set(pages)
+        for snapshot in lineage:
+            bad.update(snapshot.pages())
+        for snapshot in tuple(self.snapshots.values()):
+            if not bad.isdisjoint(snapshot.pages()):
                 self._detach(snapshot)
 
     def _evict(self, snapshot: Snapshot) -> None:

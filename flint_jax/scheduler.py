@@ -211,15 +211,15 @@ class Scheduler:
     def end(self, request: Request, *, keep: bool = True) -> list[Op]:
         """Give back whatever the request holds, wherever it is; returns what the device has to do first. Idempotent.
 
-        keep: leave its prefix to the cache. False when its results cannot be trusted: whatever it left or came from is
-        then forgotten.
+        keep: leave its prefix to the cache. False when its results cannot be trusted: the cache then forgets all that
+        shares a page with it.
         """
         if request.ended:
             return []
         request.ended = True
         ops: list[Op] = []
         if not keep:
-            self.cache.remove(request.lineage)
+            self.cache.distrust(request.pages, [s for s in request.lineage if self.cache.holds(s)])
         if request in self.running:
             self.running.remove(request)
             if keep:
