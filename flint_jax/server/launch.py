@@ -94,6 +94,7 @@ def load(settings: ModelSettings, progress: Callable[[str], None]) -> ServedMode
     source = settings.chat_template or lm.chat_template
     template = ChatTemplate.from_tokenizer(lm.tokenizer, source) if source else None
     generation = dict(lm.generation) if settings.use_generation_config else _NEUTRAL
+    generation = {**generation, **settings.override_generation}
     sampling.resolve(_silent(sampling.SamplingParams), generation)  # a bad generation config is refused now
     progress("sizing the KV cache")
     bar = _CompileBar(progress)

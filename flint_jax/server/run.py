@@ -1,7 +1,8 @@
 """One server process: open the port, load in the background, serve, stop in good order.
 
 Exit codes: 0 after SIGTERM or SIGINT, 1 when something broke, 2 when the command line asked for something impossible
-(bad path, damaged checkpoint, port in use). A second SIGINT ends the process at once, with 130.
+(bad path, damaged checkpoint, port in use). A second signal ends the process at once, with 130 (SIGINT) or 143
+(SIGTERM), as if it had not been caught.
 """
 
 from __future__ import annotations
@@ -64,6 +65,19 @@ class _Uvicorn(uvicorn.Server):
         yield
 
 
+class _Unlogged(logging.Filter):
+    """Keeps exchanges about some paths out of uvicorn's access log."""
+
+    def __init__(self, paths: tuple[str, ...]):
+        super().__init__()
+        self._paths = frozenset(paths)
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        # uvicorn's arguments: client, method, path with query, HTTP version, status
+        args = record.args
+        return not (isinstance(args, tuple) and len(args) == 5 and str(args[2]).partition("?")[0] in self._paths)
+
+
 def make_server(settings: ServerSettings, state: ServerState) -> uvicorn.Server:
     """The HTTP server for ``state``; run it with ``serve(sockets=[...])``."""
     config = uvicorn.Config(
@@ -78,6 +92,10 @@ def make_server(settings: ServerSettings, state: ServerState) -> uvicorn.Server:
         timeout_keep_alive=_IDLE_CONNECTION_S,
         timeout_graceful_shutdown=int(settings.shutdown_timeout_s + _LAST_WORDS_S) + 1,
     )
+    access = logging.getLogger("uvicorn.access")
+    for old in [f for f in access.filters if isinstance(f, _Unlogged)]:
+        access.removeFilter(old)
+    access.addFilter(_Unlogged(settings.unlogged_paths))
     if settings.log_level == "info":  # its news of starting and stopping repeat what we print
         logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
     return _Uvicorn(config)
@@ -109,7 +127,7 @@ class _Process:
         self.state = ServerState(settings)
         self.server = make_server(settings, self.state)
         self._code = 0
-        self._interrupts = 0
+        self._signals = 0
 
     async def main(self, sock: socket.socket) -> int:
         self._loop = asyncio.get_running_loop()
@@ -150,9 +168,9 @@ class _Process:
         self.server.should_exit = True
 
     def _on_signal(self, number: int) -> None:
-        self._interrupts += number == signal.SIGINT
-        if self._interrupts > 1:
-            _leave_now(130)
+        self._signals += 1
+        if self._signals > 1:
+            _leave_now(128 + number)
         if self.server.should_exit:
             return
         running, seconds = len(self.state.jobs), self.settings.shutdown_timeout_s

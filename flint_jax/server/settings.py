@@ -24,6 +24,7 @@ class ServerSettings:
     force_usage: send the usage chunk in every stream.
     template_kwargs: default arguments of the chat template.
     exclude_tools_when_none: leave tools out of the prompt of a request that may not call any.
+    unlogged_paths: paths whose exchanges are not in the access log.
     log_requests: a log line for each request, without its content.
     log_stats_s: seconds between two lines of statistics while there is work; 0 never.
     metrics_prefix: what names of metrics begin with; "vllm" makes its public dashboards work as they are.
@@ -47,6 +48,7 @@ class ServerSettings:
     exclude_tools_when_none: bool = False
     log_level: str = "info"
     access_log: bool = True
+    unlogged_paths: tuple[str, ...] = ()
     log_requests: bool = False
     log_stats_s: float = 10.0
     metrics_prefix: str = "vllm"

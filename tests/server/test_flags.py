@@ -2,7 +2,9 @@
 
 import pytest
 
-from flint_jax.server.flags import IGNORED, REFUSED, FlagError, parse
+from flint_jax.server.flag_parser import make_parser
+from flint_jax.server.flags import FlagError, parse
+from flint_jax.server.vllm_flags import FAMILIES, HARMLESS, IGNORED, REFUSED
 
 
 def test_defaults():
@@ -49,12 +51,42 @@ def test_a_value_may_be_spelled_like_a_flag_that_we_lack():
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED))
-@pytest.mark.parametrize("form", [["{}", "1"], ["{}=1"], ["--no-{}"]])
+@pytest.mark.parametrize("form", ["{} 7", "{}=7", "{}.part 7", "{}"])
 def test_known_flags_that_we_lack_say_why(name, form):
-    argv = [part.format(name) if part.startswith("{") else part.format(name.removeprefix("--")) for part in form]
     with pytest.raises(FlagError, match="is not supported: ") as caught:
-        parse(argv)
+        parse(form.format(name).split())
     assert REFUSED[name] in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_saying_no_to_what_we_lack_is_no_error():
+    assert parse(["--no-enable-sleep-mode", "--no-enable-lora", "m"])[0].model == "m"
+    assert parse(["--no-enable-chunked-prefill"])[2] == [
+        "--no-enable-chunked-prefill is ignored: prefill is always chunked"
+    ]
+
+
+def test_values_that_ask_for_what_is_so_are_silent():
+    for name, values in HARMLESS.items():
+        for value in values:
+            assert parse([name, value, "m"]) == parse([f"{name}={value}", "m"])
+            assert parse([name, value, "m"])[0].model == "m"
+            assert not parse([name, value])[2]
+    assert parse(["-tp", "1", "-q", "nvfp4", "m"])[0].model == "m"
+
+
+@pytest.mark.parametrize(
+    "argv", ["--limit-mm-per-prompt {}", "--lora-modules a=b", "--ssl-keyfile k", "-O3", "-cc.mode 3", "-dp 2"]
+)
+def test_families_of_flags_that_we_lack(argv):
+    with pytest.raises(FlagError, match=r"is not supported: .*; leave it out"):
+        parse(argv.split())
+
+
+def test_no_flag_of_ours_is_taken_for_a_foreign_one():
+    own = set(make_parser()._option_string_actions)
+    assert not own & (set(IGNORED) | set(REFUSED))
+    assert not [name for name in own for starts, _ in FAMILIES if name.startswith(starts)]
 
 
 def test_ignored_flags_all_warn():
@@ -62,6 +94,8 @@ def test_ignored_flags_all_warn():
         _, _, warnings = parse([name] if values == 0 else [name, "x"])
         assert len(warnings) == 1
         assert warnings[0].startswith(name)
+        argv = [name, "m"] if values == 0 else [name, "x", "m"]
+        assert parse(argv)[0].model == parse([f"{name}=x", "m"])[0].model == "m"
 
 
 @pytest.mark.parametrize(
@@ -81,6 +115,8 @@ def test_ignored_flags_all_warn():
         (["--allowed-origins", "[1]"], "JSON array"),
         (["--chat-template", "/no/such.jinja"], "No such file"),
         (["--sse-keep-alive-interval", "-1"], "seconds"),
+        (["--metrics-prefix", "a:b"], "underscores"),
+        (["--override-generation-config", "[]"], "JSON object"),
         (["--nonsense"], "unknown flag --nonsense"),
         (["m", "extra"], "unexpected argument 'extra'"),
         (["--api-key", "k", "."], "put MODEL before it"),
@@ -98,6 +134,35 @@ def test_keys_from_the_environment(monkeypatch):
     monkeypatch.setenv("FLINT_API_KEY", "one, two,")
     assert parse([])[1].api_keys == ("one", "two")
     assert parse(["--api-key", "flag"])[1].api_keys == ("flag",)
+    monkeypatch.delenv("FLINT_API_KEY")
+    monkeypatch.setenv("VLLM_API_KEY", "theirs")
+    assert parse([])[1].api_keys == ("theirs",)
+
+
+def test_logs_metrics_and_origins_under_vllms_names():
+    argv = (
+        "--enable-log-requests --disable-access-log-for-endpoints /health,/metrics --disable-log-stats "
+        "--no-enable-tokenizer-info-endpoint --allow-credentials --metrics-prefix flint --no-enable-prefix-caching"
+    )
+    model, server, warnings = parse([*argv.split(), "--allowed-methods", '["GET"]', "--allowed-headers", "x-a,x-b"])
+    assert server.log_requests
+    assert server.unlogged_paths == ("/health", "/metrics")
+    assert (server.log_stats_s, server.tokenizer_info, server.metrics_prefix) == (0.0, False, "flint")
+    assert (server.allow_credentials, server.allowed_methods, server.allowed_headers) == (
+        True,
+        ("GET",),
+        ("x-a", "x-b"),
+    )
+    assert not model.enable_prefix_caching
+    assert not warnings
+    assert not parse(["--disable-log-requests"])[1].log_requests
+    assert not parse(["--no-enable-log-requests"])[1].log_requests
+    assert parse([])[1].log_stats_s == 10
+
+
+def test_sampling_defaults_from_the_command_line():
+    argv = ["--override-generation-config", '{"temperature": 0.5}']
+    assert parse(argv)[0].override_generation == {"temperature": 0.5}
 
 
 def test_origins_and_template(tmp_path):

@@ -79,7 +79,8 @@ def test_new_requests_are_refused_while_it_stops(process):
     thread.join()
 
 
-def test_second_sigint_ends_at_once(process):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_ends_it_at_once(process, number):
     p = process(text="ab " * 80, token_s=0.1, shutdown_timeout_s=60)
     p.wait_ready()
     thread, received = p.stream()
@@ -87,8 +88,8 @@ def test_second_sigint_ends_at_once(process):
     p.signal(signal.SIGINT)
     time.sleep(0.3)
     assert p.process.exitcode is None
-    p.signal(signal.SIGINT)
-    assert p.end()[0] == 130
+    p.signal(number)
+    assert p.end()[0] == 128 + number
     thread.join()
     assert received[-1] == "cut"
 
@@ -173,5 +174,6 @@ def test_help_groups_flags_and_shows_defaults(capsys):
         launch.main(["--help"])
     assert left.value.code == 0
     text = capsys.readouterr().out
-    for words in ("model:", "capacity:", "replies:", "HTTP:", "--max-num-seqs", "(default: 8000)", "(default: 0.9)"):
+    groups = ("model:", "capacity:", "replies:", "HTTP:", "logs and metrics:")
+    for words in (*groups, "--max-num-seqs", "(default: 8000)", "(default: 0.9)", "--[no-]enable-prefix-caching"):
         assert words in text, words

@@ -1,0 +1,84 @@
+"""Types of the values of serve.py's flags: each takes the text and says what is wrong with it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+
+
+def whole(low: int, high: int):
+    """A whole number in [low, high]."""
+
+    def whole(text: str) -> int:
+        if not re.fullmatch(r"-?\d{1,20}", text) or not low <= int(text) <= high:
+            raise argparse.ArgumentTypeError(f"{text!r}: need a whole number from {low} to {high}")
+        return int(text)
+
+    return whole
+
+
+def number(text: str) -> float:
+    """Any number."""
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}: need a number") from None
+
+
+def fraction(text: str) -> float:
+    """A number in (0, 1]."""
+    value = number(text)
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: need more than 0 and at most 1")
+    return value
+
+
+def seconds(text: str) -> float:
+    """Seconds, at most a day."""
+    value = number(text)
+    if not 0 <= value <= 86400:
+        raise argparse.ArgumentTypeError(f"{text!r}: need seconds from 0 to 86400")
+    return value
+
+
+def length(text: str) -> int | None:
+    """A number of tokens; k, m are thousands and millions, K, M their binary kin, as in vllm; auto and -1 decide."""
+    if text in ("auto", "-1"):
+        return None
+    match = re.fullmatch(r"(\d{1,12}(?:\.\d{1,6})?)([kKmM]?)", text)
+    value = float(match[1]) * {"": 1, "k": 1000, "K": 1024, "m": 10**6, "M": 1 << 20}[match[2]] if match else 0
+    if value < 2 or value != int(value):
+        raise argparse.ArgumentTypeError(f"{text!r}: need a number of tokens such as 32768, 32k or auto")
+    return int(value)
+
+
+def json_object(text: str) -> dict:
+    """A JSON object."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text!r}: need a JSON object")
+    return value
+
+
+def strings(text: str) -> tuple[str, ...]:
+    """A JSON array of strings, or strings with commas between."""
+    if not text.startswith("["):
+        return tuple(text.split(","))
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, list) or not all(isinstance(v, str) for v in value):
+        raise argparse.ArgumentTypeError(f"{text!r}: need a JSON array of strings")
+    return tuple(value)
+
+
+def prefix(text: str) -> str:
+    """What names of metrics begin with."""
+    if not re.fullmatch(r"[a-zA-Z_][a-zA-Z0-9_]*", text):
+        raise argparse.ArgumentTypeError(f"{text!r}: need letters, digits and underscores")
+    return text
