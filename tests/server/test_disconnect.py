@@ -15,6 +15,8 @@ ROUTES = [
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}),
     ("/v1/completions", {"prompt": "hi"}),
     ("/v1/completions", {"prompt": ["a", "b"], "n": 2}),
+    ("/v1/messages", {"messages": [{"role": "user", "content": "hi"}]}),
+    ("/v1/responses", {"input": "hi"}),
 ]
 
 
