@@ -9,6 +9,7 @@ from typing import Any
 
 from flint_jax.server.choices import Choice, Piece
 from flint_jax.server.jobs import Job
+from flint_jax.server.records import STOP, TOOL_CALLS
 from flint_jax.server.state import ServedModel
 
 _INLINE_CHARACTERS = 4096  # encoding this much takes under 2 ms; longer texts would stall the other streams
@@ -53,6 +54,7 @@ async def pieces(job: Job, choices: Sequence[Choice]) -> AsyncIterator[Piece | N
                 left -= 1
                 if event.finish_reason is None:  # a stop string ended it before the engine did
                     job.abort(index)
+                job.ended(index, TOOL_CALLS if choice.calls and piece.finish_reason == STOP else piece.finish_reason)
             if index in ready:
                 ready[index].join(piece)
             else:
