@@ -340,6 +340,10 @@ class Engine:
     def _deliver(self, job: _Job, token: int, details: tuple | None, row: int) -> None:
         request = job.request
         if token < 0:
+            if self.scheduler.retry(request):
+                # What it took up may be somebody else's NaN. Alone it gets its own chance.
+                log.warning("request %s: no token could be drawn; computing it again without the cache", request.id)
+                return
             message = "the model's logits held NaN or no token could be drawn"
             self._finish(job, job.event(finish_reason="error", error=message))
             return

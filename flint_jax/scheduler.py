@@ -47,6 +47,7 @@ class Request:
     dispatched: int = 0  # tokens drawn or being drawn, as far as steps were dispatched
     ended: bool = False
     epoch: int = 0  # counts admissions: results of an earlier one are stale
+    taken: int = 0  # tokens taken up from the cache at the last admission
     cached: int | None = None  # prompt tokens found in the cache at the first admission
     marks: list[int] = dataclasses.field(default_factory=list)  # where prefill is cut for a snapshot, last first
     branch: int = 0  # the mark at which its prompt leaves a known path
@@ -230,6 +231,17 @@ class Scheduler:
         request.lineage = []
         return ops
 
+    def retry(self, request: Request) -> bool:
+        """Have a running request whose results cannot be trusted computed again, without the cache. False when it took
+        nothing from the cache: it would fail again."""
+        if not request.taken:
+            return False
+        self.cache.distrust(request.pages, [s for s in request.lineage if self.cache.holds(s)])
+        request.lineage = []
+        request.reuse = False
+        self._to_queue(request)
+        return True
+
     def plan(self) -> Plan:
         """Decide one iteration and take the pages it needs."""
         ops: list[Op] = []
@@ -342,7 +354,7 @@ class Scheduler:
         if copied is not None:
             # The source may just have been evicted, even taken for this request; nothing was written to it since.
             ops.append(CopyPage(copied, request.pages[hit.position // self.page_size]))
-        request.prefilled = hit.position
+        request.prefilled = request.taken = hit.position
         request.target = request.known
         request.dispatched = len(request.output)
         request.marks = self._marks(request, hit)
@@ -439,10 +451,14 @@ class Scheduler:
 
     def _preempt(self, request: Request, ops: list[Op]) -> None:
         self._save(request, ops)
+        self._to_queue(request)
+        self.preemptions += 1
+
+    def _to_queue(self, request: Request) -> None:
+        """From running to the head of the queue."""
         self.running.remove(request)
         self._strip(request)
         self.waiting.appendleft(request)
-        self.preemptions += 1
 
     def _save(self, request: Request, ops: list[Op], *, passing: bool = False) -> None:
         """Leave what the request has in its pages and rings to the prefix cache."""

@@ -101,7 +101,7 @@ class FakeSteps:
         for position, token in enumerate(tokens, start):
             self._write(slot, position, token)
         state = self.slots[slot]
-        drawn = self._next(slot, start + len(tokens))
+        drawn = self._next(slot, start + len(tokens)) if final else -2
         if final:
             self._commit(state, drawn, start + len(tokens))
         return np.array([drawn]).view(Drawn), None
