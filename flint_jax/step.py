@@ -20,7 +20,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from flint_jax import decode, sampling, snapshots
+from flint_jax import decode, prompt_scores, redraw, sampling, snapshots
 from flint_jax.cache import CachedAttention, KVCache, table_width
 from flint_jax.model import Flint
 from flint_jax.sampling import SlotRow, SlotSampling
@@ -90,7 +90,7 @@ def _prefill(weights, state: State, tables, tokens, slot, start, count, final, *
     token = sampling.sample(logits, rows, position[None])
     state = dataclasses.replace(state, cache=kv.cache)
     slots = jnp.where(final, slot, state.token.shape[0])[None]
-    return _commit(state, rows, slots, token, position[None], jnp.ones((1,), bool)), token, logits
+    return _commit(state, rows, slots, token, position[None], jnp.ones((1,), bool)), token, logits, hidden[0]
 
 
 def _decode(weights, state: State, scratch, tables, slots, *, merge, fast=False):
@@ -120,6 +120,24 @@ def _decode(weights, state: State, scratch, tables, slots, *, merge, fast=False)
         token = sampling.sample(logits, rows, start + 1)
     state = dataclasses.replace(state, cache=cache)
     return _commit(state, rows, slots, token, start + 1, live), logits.reshape(scratch.shape)
+
+
+def _redraw(state: State, logits, rows, masks, chosen, *, fast=False):
+    """Draw again for the rows (int32 [B], as in ``_decode``) that ``chosen`` (bool [B]) names; see ``redraw``.
+
+    The rows chosen have just drawn: their position is that of the token to replace. Returns the last token of all rows.
+    """
+    total = state.token.shape[0]
+    safe = jnp.where(rows < total, rows, 0)
+    state = dataclasses.replace(state, sampling=redraw.undrawn(state.sampling, safe, state.token[safe], chosen))
+    settings, position = state.sampling.gather(safe), state.position[safe]
+    token = redraw.draw(logits, masks, settings, position, fast=fast)
+    state = _commit(state, settings, safe, token, position, chosen)
+    return state, state.token.at[rows].get(mode="clip")
+
+
+def _score(weights, hidden, targets, *, merge):
+    return prompt_scores.score(merge(weights), hidden, targets, k=sampling.MAX_LOGPROBS)
 
 
 def _peek(tokens, slots):
@@ -190,6 +208,12 @@ class Steps:
         self._save = jax.jit(snapshots.save, donate_argnums=0)
         self._restore = jax.jit(snapshots.restore, donate_argnums=(0, 1))
         self._copy_page = jax.jit(snapshots.copy_page, donate_argnums=(0, 1))
+        self._redraw = {
+            fast: jax.jit(functools.partial(_redraw, fast=fast), donate_argnums=0)
+            for fast in ((False, True) if self.kernels else (False,))
+        }
+        self._score = jax.jit(_bind(_score, merge))
+        self._hidden: Array | None = None  # of the chunk prefilled last
         self._logprobs = jax.jit(functools.partial(sampling.logprobs, k=sampling.MAX_LOGPROBS))
         self._compiled: dict[tuple, Callable] = {}
 
@@ -210,12 +234,16 @@ class Steps:
         begin = time.monotonic()
         row = sampling.slot_row(sampling.SamplingParams(temperature=0.0), (0,), self.config.vocab_size, (), 0)
         slot = jax.ShapeDtypeStruct((), jnp.int32)
+        both = {1, *self.sizes.batches}  # of decode, and the one row of a final chunk
         lower = {
             **{("prefill", c): functools.partial(self.lower_prefill, c) for c in self.sizes.chunks},
             **{("decode", b): functools.partial(self.lower_decode, b) for b in self.sizes.batches},
             **{("fast", b): functools.partial(self.lower_decode, b, True) for b in self.sizes.batches if self.kernels},
             **{("peek", b): functools.partial(self._lower_peek, b) for b in self.sizes.batches},
-            **{("logprobs", b): functools.partial(self._lower_logprobs, b) for b in {1, *self.sizes.batches}},
+            **{("logprobs", b): functools.partial(self._lower_logprobs, b) for b in both},
+            **{("redraw", b): functools.partial(self._lower_redraw, b, False) for b in both},
+            **{("refast", b): functools.partial(self._lower_redraw, b, True) for b in both if self.kernels},
+            **{("score", c): functools.partial(self._lower_score, c) for c in self.sizes.chunks},
             ("admit", 0): lambda: self._admit.lower(self.state, slot, row, slot),
             ("release", 0): lambda: self._release.lower(self.state, slot),
         }
@@ -242,6 +270,19 @@ class Steps:
     def _lower_logprobs(self, batch: int) -> jax.stages.Lowered:
         logits = jax.ShapeDtypeStruct((batch, self.config.vocab_size), jnp.float32)
         return self._logprobs.lower(logits, jax.ShapeDtypeStruct((batch,), jnp.int32))
+
+    def _lower_redraw(self, batch: int, fast: bool) -> jax.stages.Lowered:
+        return self._redraw[fast].lower(
+            self.state,
+            jax.ShapeDtypeStruct((batch, self.config.vocab_size), jnp.float32),
+            jax.ShapeDtypeStruct((batch,), jnp.int32),
+            jax.ShapeDtypeStruct((batch, redraw.words(self.config.vocab_size)), jnp.int32),
+            jax.ShapeDtypeStruct((batch,), bool),
+        )
+
+    def _lower_score(self, chunk: int) -> jax.stages.Lowered:
+        hidden = jax.ShapeDtypeStruct((chunk, self.config.hidden_size), self.model.numerics.dtype)
+        return self._score.lower(self.weights, hidden, jax.ShapeDtypeStruct((chunk,), jnp.int32))
 
     def set_tables(self, tables: np.ndarray) -> None:
         """Replace the block tables (host int32 [slots, width])."""
@@ -286,7 +327,7 @@ class Steps:
         padded = np.zeros(size, np.int32)
         padded[: len(tokens)] = tokens
         run = self._compiled.get(("prefill", size), self._prefill)
-        self.state, token, logits = run(
+        self.state, token, logits, self._hidden = run(
             self.weights,
             self.state,
             self.tables,
@@ -314,6 +355,34 @@ class Steps:
         self._scratch[size] = logits
         peek = self._compiled.get(("peek", size), self._peek)
         return peek(self.state.token, rows), logits
+
+    def redraw(
+        self,
+        slots: Sequence[int],
+        logits: Float[Array, "B V"],
+        masks: np.ndarray,
+        chosen: np.ndarray,
+        fast: bool = False,
+    ) -> Int[Array, " B"]:
+        """Replace the tokens that the last step drew for some of its slots; the tokens of all of them.
+
+        slots, logits: of that step, a decode or a final chunk. masks: int32 [B, words], the tokens that may be drawn;
+        chosen: bool [B], the rows to draw again; B is the padded batch. fast: as in ``decode``, for the rows chosen.
+        """
+        fast = fast and self.kernels
+        size = logits.shape[0]
+        run = self._compiled.get(("refast" if fast else "redraw", size), self._redraw[fast])
+        self.state, tokens = run(self.state, logits, self._padded_rows(tuple(slots), size), masks, chosen)
+        return tokens
+
+    def score_prompt(self, following: Sequence[int]) -> tuple[Array, Array, Array, Array]:
+        """Log-probabilities of the tokens that follow each position of the chunk prefilled last, as ``logprobs`` has
+        them; arrays of the padded chunk's length."""
+        hidden = self._hidden
+        targets = np.zeros(hidden.shape[0], np.int32)
+        targets[: len(following)] = following
+        run = self._compiled.get(("score", hidden.shape[0]), self._score)
+        return run(self.weights, hidden, targets)
 
     def _padded_rows(self, slots: tuple[int, ...], size: int) -> Int[Array, " B"]:
         """The rows of a step on the device; kept, so that the same company finds the same buffer."""
