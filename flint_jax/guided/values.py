@@ -1,0 +1,144 @@
+"""Grammar of one argument: its value as the reader of the output will type it, bare text or JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from flint_jax.errors import RequestError
+from flint_jax.grammar.tags import END_VALUE
+from flint_jax.grammar.tools import schema_types
+from flint_jax.guided.terms import INTEGER, NUMBER, Rules, json_rule, one_of
+
+_BARE = {"integer": INTEGER, "number": NUMBER, "boolean": '"true" | "false"', "null": '"null"'}
+_DEFINITIONS = ("$defs", "definitions")
+_MAX_REFS = 32  # references followed in a row; more can only be a circle
+
+
+def value_rule(rules: Rules, schema: Any, root: Mapping[str, Any], *, strict: bool) -> str:
+    """What may stand between ``<arg_value>`` and ``</arg_value>``, the latter included.
+
+    Loose, the value has one of its basic types or is in its enum; strict, it fits the whole schema. Where a string is
+    allowed that nothing restricts, any text is: the reader takes what it can as the other types.
+    """
+    if not strict:
+        return _loose(rules, schema)
+    schema = resolve(schema, root)
+    branches = list(_branches(schema, root))
+    texts = [b for b in branches if "string" in schema_types(b)]
+    if not texts:
+        return f"{json_rule(_whole(schema, root))} {rules.tag(END_VALUE)}"
+    # JSON and bare text cannot be alternatives of one place, so structured types beside a string stay free
+    bodies = [_string(b) if b in texts else _bare(b) for b in branches]
+    if None in bodies or not rules.is_token(END_VALUE):
+        return rules.value()
+    return rules.value(" | ".join(f"({body})" for body in bodies))
+
+
+def resolve(schema: Any, root: Mapping[str, Any]) -> Any:
+    """The schema behind a ``$ref`` into the same document. Raises RequestError when there is none."""
+    for _ in range(_MAX_REFS):
+        ref = schema.get("$ref") if isinstance(schema, Mapping) else None
+        if not isinstance(ref, str):
+            return schema
+        found: Any = root if ref.startswith("#") else None
+        for part in ref[1:].split("/")[1:]:
+            part = part.replace("~1", "/").replace("~0", "~")
+            found = found.get(part) if isinstance(found, Mapping) else None
+        if found is None:
+            raise RequestError(f"the schema refers to {ref!r:.80}, which is not in it", param="tools")
+        schema = found
+    raise RequestError(f"the schema's reference {ref!r:.80} leads back to itself", param="tools")
+
+
+def _loose(rules: Rules, schema: Any) -> str:
+    types = schema_types(schema)
+    allowed = _constants(schema)
+    if allowed is not None:
+        return rules.value(one_of(_spelled(v) for v in allowed))
+    if "string" in types:
+        return rules.value()
+    if types <= _BARE.keys():
+        return rules.value(" | ".join(_BARE[t] for t in sorted(types)))
+    return f"{json_rule({'type': sorted(types)})} {rules.tag(END_VALUE)}"
+
+
+def _constants(schema: Any) -> Sequence[Any] | None:
+    """Values of ``enum`` or ``const``; None where neither is."""
+    if not isinstance(schema, Mapping):
+        return None
+    if "const" in schema:
+        return [schema["const"]]
+    given = schema.get("enum")
+    return given if isinstance(given, list) and given else None
+
+
+def _spelled(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _branches(schema: Any, root: Mapping[str, Any]):
+    """The alternatives of a schema, each of one type where types are listed."""
+    if not isinstance(schema, Mapping):
+        yield schema
+        return
+    for word in ("anyOf", "oneOf"):
+        if isinstance(schema.get(word), list):
+            rest = {k: v for k, v in schema.items() if k != word}
+            for part in schema[word]:
+                part = resolve(part, root)
+                yield from _branches({**rest, **part} if isinstance(part, Mapping) else part, root)
+            return
+    types = schema.get("type")
+    for one in types if isinstance(types, list) and types else (types,):
+        yield schema if one is types else {**schema, "type": one}
+
+
+def _string(schema: Any) -> str | None:
+    """Regular expression of a string's text; None when anything goes."""
+    allowed = _constants(schema)
+    if allowed is not None:
+        return one_of(v for v in allowed if isinstance(v, str)) or None
+    if not isinstance(schema, Mapping):
+        return None
+    parts = []
+    pattern = schema.get("pattern")
+    if isinstance(pattern, str):
+        parts.append(f"/{_searched(pattern)}/")
+    low, high = schema.get("minLength", 0), schema.get("maxLength")
+    if low or high is not None:
+        parts.append(f"/(?s:.{{{_count(low)},{'' if high is None else _count(high)}}})/")
+    return " & ".join(parts) or None
+
+
+def _searched(pattern: str) -> str:
+    """A pattern that must be found somewhere, as one that takes the whole text."""
+    from llguidance import regex_to_lark
+
+    body = regex_to_lark(pattern.removeprefix("^"), "dw")
+    ends = pattern.endswith("$") and not pattern.endswith("\\$")
+    body = body.removesuffix("$") if ends else body
+    return f"{'' if pattern.startswith('^') else '(?s:.*)'}({body}){'' if ends else '(?s:.*)'}"
+
+
+def _count(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 1 << 20:
+        raise RequestError(f"minLength and maxLength need whole numbers below {1 << 20}, got {value!r:.40}")
+    return value
+
+
+def _bare(schema: Any) -> str | None:
+    """Regular expression of a value that needs no JSON parser; None for the others."""
+    allowed = _constants(schema)
+    if allowed is not None:
+        return one_of(_spelled(v) for v in allowed)
+    kinds = schema_types(schema)
+    return " | ".join(_BARE[t] for t in sorted(kinds)) if kinds <= _BARE.keys() else None
+
+
+def _whole(schema: Any, root: Mapping[str, Any]) -> Any:
+    """The schema with the definitions that it may refer to."""
+    if not isinstance(schema, Mapping):
+        return schema
+    return {**{word: root[word] for word in _DEFINITIONS if word in root}, **schema}
