@@ -237,7 +237,7 @@ def _table(data, plane_name: str, line_name: str, count: int) -> None:
 
 
 def _last_state(steps: Steps, cache, positions, model: Flint, batch: int):
-    from flint_jax import sampling
+    from flint_jax import decode, sampling
     from flint_jax.step import State
 
     return State(
@@ -247,6 +247,7 @@ def _last_state(steps: Steps, cache, positions, model: Flint, batch: int):
         position=positions,
         limit=jnp.full((batch,), 2**30, jnp.int32),
         active=jnp.ones((batch,), bool),
+        exchange=decode.new_exchange(model.config),
     )
 
 

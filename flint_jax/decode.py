@@ -1,9 +1,9 @@
 """The forward pass of a decode step as few kernels: the function and the serving roundings of ``model.Flint``.
 
-The module tree says what Flint is; this file says in which launches one token of each row is computed on a GPU: six a
-layer. A residual sum and its norm are recomputed in front of the product that needs them, so they are no launch of
-their own; q/k norm, RoPE and the cache write happen inside attention. Works on weights in tile order (see ``tiles``)
-and falls back, op by op, to plain jnp where a kernel does not take the shape.
+The module tree says what Flint is; this file says in which launches one token of each row is computed on a GPU: four a
+layer with one row, six with more. A residual sum and its norm are recomputed in front of the product that needs them,
+so they are no launch of their own; q/k norm, RoPE and the cache write happen inside attention. Works on weights in
+tile order (see ``tiles``) and falls back, op by op, to plain jnp where a kernel does not take the shape.
 """
 
 from __future__ import annotations
@@ -25,11 +25,13 @@ from pallas_kernels.sink_attention import api as sink_attention
 
 
 class Step(NamedTuple):
-    """logits: float32 [B, V]. tile_max: the largest logit of each 16. cache: with the rows' tokens written."""
+    """logits: float32 [B, V]. tile_max: the largest logit of each 16. cache: with the rows' tokens written. exchange:
+    for the next step."""
 
     logits: Float[Array, "B V"]
     tile_max: Float[Array, "B V16"] | None
     cache: KVCache
+    exchange: Int[Array, " W"]
 
 
 def supported(model: Flint) -> bool:
@@ -37,16 +39,31 @@ def supported(model: Flint) -> bool:
     return isinstance(model.stacks["qkv"].get_value(), Tiles)
 
 
+def new_exchange(config: FlintConfig) -> Int[Array, " W"]:
+    """The buffer that the blocks of some kernels meet in (17 KB); one for all steps of all batch sizes."""
+    return moe_gemv.new_exchange(
+        config.hidden_size,
+        config.num_experts,
+        config.num_experts_per_tok,
+        config.moe_intermediate_size,
+        config.shared_expert_intermediate_size,
+    )
+
+
 def forward(
     model: Flint,
     cache: KVCache,
+    exchange: Int[Array, " W"],
     tables: Int[Array, "S W"],
     tokens: Int[Array, " B"],
     slots: Int[Array, " B"],
     start: Int[Array, " B"],
     live: Bool[Array, " B"],
 ) -> Step:
-    """One token of each row: embedding, all layers, head. Rows that are not live write nothing."""
+    """One token of each row: embedding, all layers, head. Rows that are not live write nothing.
+
+    exchange: from ``new_exchange`` or the step before.
+    """
     config: FlintConfig = model.config
     w = {name: param.get_value() for name, param in model.stacks.items()}
     rope = model.rope.get_value()
@@ -83,11 +100,12 @@ def forward(
             branch = gemv(act.out, w["dense_down"], i).out
         else:
             i = config.moe_layers.index(layer)
-            routed = moe_gemv.router(branch, w["router"], i, norm("mlp_norm", layer))
-            residual = routed.residual
             experts = moe_gemv.Experts(w["expert_gate_up"], w["expert_down"], w["shared_gate_up"], w["shared_down"])
-            branch = moe_gemv.experts(routed.normed, routed.logits, experts, i, active=config.num_experts_per_tok).out
+            moe = moe_gemv.block(
+                branch, w["router"], norm("mlp_norm", layer), experts, i, exchange, active=config.num_experts_per_tok
+            )
+            branch, residual, exchange = moe.out, moe.residual, moe.exchange
     head = jax.tree.map(lambda a: a[None], w["head"])
     final = Norm(w["final_norm"][None], 0, residual, eps)
     logits = gemv(branch, head, 0, norm=final, epilogue="logits")
-    return Step(logits.out, logits.tile_max, cache)
+    return Step(logits.out, logits.tile_max, cache, exchange)

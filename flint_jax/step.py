@@ -31,7 +31,7 @@ from flint_jax.sampling import SlotRow, SlotSampling
 class State:
     """Device state of S slots. token: drawn but not yet in the cache; position: where it belongs; all int32/bool [S].
 
-    limit: position at which a slot ends (its token there is drawn, nothing after it).
+    limit: position at which a slot ends (its token there is drawn, nothing after it). exchange: see ``decode``.
     """
 
     cache: KVCache
@@ -40,6 +40,7 @@ class State:
     position: Int[Array, " S"]
     limit: Int[Array, " S"]
     active: Bool[Array, " S"]
+    exchange: Int[Array, " W"]
 
     @classmethod
     def create(cls, model: Flint, slots: int, pages: int) -> State:
@@ -51,6 +52,7 @@ class State:
             position=jnp.zeros((slots,), jnp.int32),
             limit=jnp.zeros((slots,), jnp.int32),
             active=jnp.zeros((slots,), bool),
+            exchange=decode.new_exchange(model.config),
         )
 
 
@@ -108,17 +110,19 @@ def _decode(weights, state: State, scratch, tables, slots, *, merge, fast=False)
     start = state.position[safe]
     tokens = jnp.maximum(state.token[safe], 0)
     if decode.supported(model):
-        logits, tile_max, cache = decode.forward(model, state.cache, tables, tokens, slots, start, live)
+        logits, tile_max, cache, exchange = decode.forward(
+            model, state.cache, state.exchange, tables, tokens, slots, start, live
+        )
     else:
         kv = CachedAttention(model.config, model.numerics, state.cache, tables, slots, start, live.astype(jnp.int32), 1)
         logits, tile_max = model.logits(model.hidden(tokens[:, None], kv)[:, 0]), None
-        cache = kv.cache
+        cache, exchange = kv.cache, state.exchange
     rows = state.sampling.gather(safe)
     if fast:
         token = sampling.sample_fast(logits, rows, start + 1, tile_max)
     else:
         token = sampling.sample(logits, rows, start + 1)
-    state = dataclasses.replace(state, cache=cache)
+    state = dataclasses.replace(state, cache=cache, exchange=exchange)
     return _commit(state, rows, slots, token, start + 1, live), logits.reshape(scratch.shape)
 
 

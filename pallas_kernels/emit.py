@@ -209,13 +209,16 @@ def kernel(
     warps: int,
     in_place: int = 0,
     cluster: int = 1,
+    resident: bool = False,
 ) -> Callable:
     """A jitted function (inputs...) -> list of ``out`` that runs ``program`` in ``grid`` blocks of ``warps`` warps.
 
     program(*addresses): the inputs' and outputs' starts in global memory, then those of the ``shared`` areas, whose
     sizes are given in bytes. warps: a multiple of 4. in_place: so many of the last inputs are written by the program
     and returned after ``out``; XLA copies them first unless nothing else needs the old values. cluster: so many
-    consecutive blocks run at the same time and can write each other's shared memory; divides ``grid``.
+    consecutive blocks run at the same time and can write each other's shared memory; divides ``grid``. resident: the
+    program waits for words from other blocks (``receive``), so all of them must run at the same time: that holds when
+    ``grid`` is at most the device's number of cores, which the caller checks, as a core always takes at least one.
     """
 
     def body(*refs):
@@ -461,6 +464,35 @@ def store_remote(at: Address, rank: Int, *words: Int) -> None:
         as_int(rank),
         *words,
     )
+
+
+# -- words from block to block of one launch (kernels with ``resident``) --------------------------------------------
+
+
+def publish(at: Address, word: Int, tag: Int) -> None:
+    """Store a word and its tag at a multiple of 8 bytes in global memory, as one access that cannot be torn."""
+    ptx("{\n.reg .b64 both;\nmov.b64 both, {$1, $2};\nst.relaxed.gpu.global.b64 [$0], both;\n}", at, word, tag)
+
+
+def receive(at: Address, tag: Int, words: int = 1, pieces: int = 1, stride: int = 0) -> list[Int]:
+    """Wait until ``pieces`` runs of ``words`` (1 or 2) published words, ``stride`` bytes apart, all carry ``tag``.
+
+    A run begins at a multiple of 8 x words bytes. The lanes of a warp leave the wait one by one: a warp barrier must
+    follow before anything that takes the whole warp. No fence is needed, as a word arrives together with its tag.
+    """
+    count = words * pieces
+    pair = [f"{{w{i}, t{i}}}" for i in range(count)]
+    text = "{\n.reg .pred other;\n" + "".join(f".reg .b64 b{i}; .reg .b32 w{i}, t{i};\n" for i in range(count))
+    text += "AGAIN:\n"
+    for piece in range(pieces):
+        at_once = ", ".join(f"b{piece * words + i}" for i in range(words))
+        vector, into = ("", at_once) if words == 1 else (".v2", f"{{{at_once}}}")
+        text += f"ld.relaxed.gpu.global{vector}.b64 {into}, [${count}+{piece * stride}];\n"
+    for i in range(count):
+        text += f"mov.b64 {pair[i]}, b{i};\nsetp.ne.u32 other, t{i}, ${count + 1};\n@other bra AGAIN;\n"
+    text += "".join(f"mov.b32 ${i}, w{i};\n" for i in range(count)) + "}"
+    results = ptx(text, at, tag, results=_i32() if count == 1 else [_i32()] * count, volatile=True)
+    return [Int(raw) for raw in ([results] if count == 1 else results)]
 
 
 # -- numbers -------------------------------------------------------------------------------------------------------

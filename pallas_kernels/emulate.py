@@ -7,7 +7,9 @@ meaning: an ``Int`` holds one value per thread, ``when`` masks, ``mma`` multipli
 - barriers, shuffles and products are reached by all the threads that take part;
 - a word of shared memory is never read by another thread before a barrier that covers both;
 - a wait for a bulk copy waits for the phase that was requested;
-- what an asynchronous copy brings is NaN until the wait for its group.
+- what an asynchronous copy brings is NaN until the wait for its group;
+- blocks of a ``resident`` kernel, which run in lockstep, exchange words in program order, under a tag that the place
+  did not carry before; nothing else that a block wrote to global memory is read by another.
 
 It cannot see speed, memory ordering between blocks, or what the assembler makes of the program.
 """
@@ -42,6 +44,8 @@ class _Machine:
         self.written_cluster, self.written_block = np.zeros(words, int), np.zeros(words, int)
         self.written_warp = np.zeros(words, int)
         self.cluster_epoch, self.block_epoch, self.warp_epoch = 0, 0, np.zeros(self.threads // 32, int)
+        # Per word of global memory the block that wrote it in this launch; kept only where all blocks run together.
+        self.owners: dict[int, np.ndarray] = {}
 
     def _locate(self, addresses: np.ndarray, nbytes: int):
         """Yield (buffer, lanes, offsets) for the active lanes."""
@@ -65,6 +69,10 @@ class _Machine:
             result[lanes] = buffer[places]
             if buffer is self.shared:
                 self._check_race(lanes, places[:, ::4] // 4)
+            elif id(buffer) in self.owners:
+                owner = self.owners[id(buffer)][places[:, ::4] // 4]
+                if ((owner >= 0) & (owner != self.block[lanes][:, None])).any():
+                    raise AssertionError("global memory written by another block of this launch read like any other")
         return result
 
     def write(self, addresses: np.ndarray, data: np.ndarray) -> None:
@@ -74,6 +82,8 @@ class _Machine:
             buffer[places] = data[lanes]
             if buffer is self.shared:
                 self._mark(lanes, places[:, ::4] // 4)
+            elif id(buffer) in self.owners:
+                self.owners[id(buffer)][places[:, ::4] // 4] = self.block[lanes][:, None]
 
     def _mark(self, lanes: np.ndarray, words: np.ndarray) -> None:
         self.writer[words] = lanes[:, None]
@@ -239,8 +249,20 @@ def as_float(value):
     return value if isinstance(value, Float) else Float(value)
 
 
-def kernel(program, *, name: str, out, shared, grid: int, warps: int, in_place: int = 0, cluster: int = 1):
+def kernel(
+    program,
+    *,
+    name: str,
+    out,
+    shared,
+    grid: int,
+    warps: int,
+    in_place: int = 0,
+    cluster: int = 1,
+    resident: bool = False,
+):
     """``emit.kernel`` on numpy arrays."""
+    together = grid if resident else cluster
 
     def run(*inputs):
         global _machine
@@ -251,8 +273,10 @@ def kernel(program, *, name: str, out, shared, grid: int, warps: int, in_place: 
         for buffer in buffers[len(inputs) :]:
             buffer[:] = 0xFF  # NaN in every float type: what a kernel forgets to write shows
         starts = np.cumsum([0, *(-(-size // 16) * 16 for size in shared)])
-        for block in range(0, grid, cluster):
-            _machine = _Machine(buffers, int(starts[-1]), warps * 32, block, cluster)
+        for block in range(0, grid, together):
+            _machine = _Machine(buffers, int(starts[-1]), warps * 32, block, together)
+            if resident:
+                _machine.owners = {id(b): np.full(-(-b.size // 4), -1) for b in buffers[kept:]}
             wide = [Address(_full((i + 1) << _SPACE, np.int64), False) for i in range(len(buffers))]
             mine = (_SHARED << _SPACE) + _machine.rank * _machine.shared_bytes
             near = [Address(mine + int(start), True) for start in starts[:-1]]
@@ -361,6 +385,35 @@ def store(at, *words, offset: int = 0):
 
 def store_float(at, *values, offset: int = 0):
     store(at, *[value.bits() for value in values], offset=offset)
+
+
+def _tags_at(at, offset: int) -> np.ndarray:
+    machine = _now()
+    if machine.mask.any() and not machine.owners:
+        raise AssertionError("words published in a kernel that is not resident")
+    owners, machine.owners = machine.owners, {}
+    words = machine.read(at.raw + offset, 8).view(np.uint32)
+    machine.owners = owners
+    return words
+
+
+def publish(at, word, tag):
+    machine = _now()
+    if (machine.mask & (_tags_at(at, 0)[:, 1] == tag.raw)).any():
+        raise AssertionError("a word published under a tag that its place carries already")
+    machine.write(at.raw, np.ascontiguousarray(np.stack([word.raw, tag.raw], -1)).view(np.uint8))
+
+
+def receive(at, tag, words: int = 1, pieces: int = 1, stride: int = 0):
+    if (at.raw[_now().mask] % (8 * words)).any() or stride % (8 * words):
+        raise AssertionError(f"runs of {words} published words not aligned to {8 * words} bytes")
+    result = []
+    for offset in (piece * stride + 8 * i for piece in range(pieces) for i in range(words)):
+        found = _tags_at(at, offset)
+        if (_now().mask & (found[:, 1] != tag.raw)).any():
+            raise AssertionError("waiting for a word that is published later or never: would hang")
+        result.append(Int(found[:, 0].copy()))
+    return result
 
 
 def _bf16_bits(x) -> np.ndarray:

@@ -61,17 +61,18 @@ def load_slice(lane: emit.Lane, at: emit.Address, blocks: int, *, nvfp4: bool, s
 
 
 def dot_partial(
-    lane: emit.Lane, weights: Sequence[Sequence[emit.Int]], x: emit.Address, chains: int = 2
+    lane: emit.Lane, weights: Sequence[Sequence[emit.Int]], x: emit.Address | Sequence[emit.Int], chains: int = 2
 ) -> tuple[emit.Float, emit.Float]:
     """One token, NVFP4: this lane's part of the sums for rows g and g + 8, x 2^-14; the four lanes q hold the rest.
 
-    x: shared memory, the slice's first activation. ``chains`` independent product chains hide the product's latency.
+    x: shared memory, the slice's first activation; or what this lane would read there, two words for each block (see
+    ``own_halves``). ``chains`` independent product chains hide the product's latency.
     """
-    mine = x + (lane.g * 32 + lane.q * 8)
+    mine = x + (lane.g * 32 + lane.q * 8) if isinstance(x, emit.Address) else None
     in_column = [lane.g.equals(i) for i in range(8)]
     low, high = emit.Float(0.0), emit.Float(0.0)
     for b, (*codes, scale) in enumerate(weights):
-        pair = emit.load(mine, 2, offset=256 * b)
+        pair = x[2 * b : 2 * b + 2] if mine is None else emit.load(mine, 2, offset=256 * b)
         sums = [[emit.Float(0.0)] * 4 for _ in range(chains)]
         for i in range(8):
             operand = [emit.select(in_column[i], half, 0) for half in pair]
@@ -84,7 +85,7 @@ def dot_partial(
 
 
 def dot_single(
-    lane: emit.Lane, weights: Sequence[Sequence[emit.Int]], x: emit.Address, chains: int = 2
+    lane: emit.Lane, weights: Sequence[Sequence[emit.Int]], x: emit.Address | Sequence[emit.Int], chains: int = 2
 ) -> tuple[emit.Float, emit.Float]:
     """``dot_partial``, complete in every lane of a row."""
     low, high = dot_partial(lane, weights, x, chains)
@@ -292,6 +293,15 @@ def _pairs(values: Sequence[emit.Float]) -> list[emit.Int]:
 def load_activations(lane: emit.Lane, source: emit.Address, blocks: int) -> list[emit.Int]:
     """The lane's words of ``blocks`` x 128 activations of one token, for ``stage_slice``."""
     return [word for b in range(blocks) for word in emit.load(source + lane.lane * 8, 2, offset=256 * b)]
+
+
+def own_halves(words: Sequence[emit.Int]) -> tuple[list[emit.Int], emit.Float]:
+    """Activations of one token as ``load_activations`` loads them -> (float16 pairs for ``dot_single``, the factor that
+    undoes their power of two). A lane loads just the columns that it multiplies, so nothing goes through shared memory.
+    """
+    factor, inverse = power_of_two(emit.warp_maximum(largest_magnitude(words)))
+    halves = [emit.bf16_pair(word) for word in words]
+    return [emit.to_f16_pair(low * factor, high * factor) for low, high in halves], inverse
 
 
 def stage_slice(

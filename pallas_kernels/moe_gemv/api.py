@@ -1,4 +1,6 @@
-"""A mixture-of-experts block for a few tokens, in two ops: ``router`` and ``experts``; on a GPU three kernels.
+"""A mixture-of-experts block for a few tokens: ``block``, or its two parts ``router`` and ``experts``.
+
+On a GPU a block of one token is one kernel; the parts together are three.
 
 Letters: B tokens, D model width, E experts, A active ones a token, F width of a routed expert, S of the shared expert,
 L layers.
@@ -10,11 +12,12 @@ import dataclasses
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, BFloat16, Float, Int32
 
 from pallas_kernels import dispatch
 from pallas_kernels.layout import Tiles
-from pallas_kernels.moe_gemv import mosaic, reference
+from pallas_kernels.moe_gemv import mosaic, mosaic_block, reference
 from pallas_kernels.nvfp4_gemv.api import Norm
 
 
@@ -46,6 +49,44 @@ class ExpertsResult(NamedTuple):
     out: BFloat16[Array, "B D"]
     ids: Int32[Array, "B A"]
     weights: Float[Array, "B A"]
+
+
+class BlockResult(NamedTuple):
+    """out, ids, weights: as in ``ExpertsResult``. logits, residual: as in ``RouterResult``. exchange: the buffer, to be
+    given to the next call."""
+
+    out: BFloat16[Array, "B D"]
+    residual: BFloat16[Array, "B D"] | None
+    logits: BFloat16[Array, "B E"]
+    ids: Int32[Array, "B A"]
+    weights: Float[Array, "B A"]
+    exchange: Int32[Array, " W"]
+
+
+def new_exchange(columns: int, experts: int, active: int, width: int, shared_width: int) -> Int32[Array, " W"]:
+    """The buffer through which the blocks of a ``block`` kernel send each other words, for a model with ``active`` of
+    ``experts`` experts of ``width`` columns a token.
+
+    One serves any number of calls of any batch size, but only one after the other: each call takes it (donate it, or
+    it is copied) and gives it back.
+    """
+    return jnp.zeros((mosaic_block.exchange_words(columns, experts, active, width, shared_width),), jnp.int32)
+
+
+def block(
+    x: BFloat16[Array, "B D"],
+    router_weight: BFloat16[Array, "L E D"],
+    norm: Norm,
+    weights: Experts,
+    layer: int | Int32[Array, ""],
+    exchange: Int32[Array, " W"],
+    *,
+    active: int,
+) -> BlockResult:
+    """``router``, then ``experts`` with what it gives."""
+    implementations = {"fused": mosaic.block, "apart": mosaic.block_apart, "reference": reference.block}
+    arguments = (x, router_weight, norm, weights, layer, exchange)
+    return dispatch.run("moe_gemv.block", implementations, *arguments, active=active)
 
 
 def router(

@@ -46,6 +46,15 @@ def experts(x, logits, weights, layer, *, active):
     return ExpertsResult(round_bf16(round_bf16(routed) + shared).astype(jnp.bfloat16), ids, mix)
 
 
+def block(x, router_weight, norm, weights, layer, exchange, *, active):
+    """See ``api.block``."""
+    from pallas_kernels.moe_gemv.api import BlockResult
+
+    routed = router(x, router_weight, layer, norm)
+    result = experts(routed.normed, routed.logits, weights, layer, active=active)
+    return BlockResult(result.out, routed.residual, routed.logits, result.ids, result.weights, exchange)
+
+
 def _products(equation: str, x, matrices):
     """One matrix per (token, rank): float32 sums times the rows' global scales."""
     product = jnp.einsum(
