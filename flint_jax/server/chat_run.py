@@ -166,7 +166,7 @@ async def _prepare(ask: Ask, state: ServerState, kind: type[Writer]) -> Run:
         start=prompt.start,
         thinking=prompt.thinking,
     )
-    held = await off_loop(_COMPILES if forced.must else 0, constraint, served, forced)
+    held = await off_loop(_COMPILES if forced.must or forced.tools else 0, constraint, served, forced)
     return Run(served, ask, prompt, held, f"{kind.PREFIX}{uuid.uuid4().hex}", kind.CALL_PREFIX)
 
 

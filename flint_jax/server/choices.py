@@ -108,7 +108,8 @@ class Choice:
         self.prompt_tokens, self.cached_tokens = event.prompt_tokens, event.cached_tokens
         for n, token_id in enumerate(event.token_ids):
             self.completion_tokens += 1
-            at, thought = self._characters, self._thinks()
+            at = self._characters
+            thought = event.logprobs is not None and self._thinks()
             hit = self._token(piece, token_id)
             if event.logprobs is not None:
                 lp = event.logprobs[n]

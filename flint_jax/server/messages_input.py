@@ -15,6 +15,7 @@ from flint_jax.server.tools import check_function, named_choice, plain_choice
 
 # Claude Code's first system block: it changes with every request, and with it all that follows would be another prefix.
 _BILLING = "x-anthropic-billing-header:"
+_REMINDER = "<system-reminder>"
 _SAYS_ERROR = re.compile(r"\W*(tool_use_)?error", re.IGNORECASE)
 
 
@@ -166,7 +167,11 @@ def _assistant(blocks: Sequence[tuple[dict[str, Any], str]], names: dict[str, st
 
 
 def _user(role: str, blocks: Sequence[tuple[dict[str, Any], str]], names: dict[str, str]) -> list[dict[str, Any]]:
-    """Tool results become messages of their own; text on either side of them keeps its place."""
+    """Tool results become messages of their own; text on either side of them keeps its place.
+
+    But a reminder that an agent puts beside a result is no new turn of the user's, after which a template would leave
+    out the thoughts so far: it joins the result.
+    """
     out: list[dict[str, Any]] = []
     texts: list[str] = []
 
@@ -179,8 +184,12 @@ def _user(role: str, blocks: Sequence[tuple[dict[str, Any], str]], names: dict[s
         if block.get("type") == "tool_result":
             flush()
             out.append(_result(block, where, names))
+            continue
+        text = _text(block, where)
+        if text.startswith(_REMINDER) and not texts and out:
+            out[-1]["content"] += f"\n{text}"
         else:
-            texts.append(_text(block, where))
+            texts.append(text)
     flush()
     return out or [{"role": role, "content": ""}]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from typing import Any
 
 from starlette.requests import Request
@@ -12,10 +13,15 @@ from flint_jax.server.errors import ApiError
 from flint_jax.server.replies import JsonReply
 from flint_jax.server.state import ServedModel, ServerState
 
+_ANTHROPIC = "anthropic-version"  # the header by which its clients, who expect another form, are known
+
 
 async def list_models(request: Request) -> Response:
     """Every name of the served model, the main one first."""
     served = request.app.state.server.served
+    if _ANTHROPIC in request.headers:
+        cards = [_anthropic_card(served, name) for name in served.names]
+        return JsonReply({"data": cards, "has_more": False, "first_id": cards[0]["id"], "last_id": cards[-1]["id"]})
     return JsonReply({"object": "list", "data": [_card(served, name) for name in served.names]})
 
 
@@ -24,7 +30,8 @@ async def one_model(request: Request) -> Response:
     served, name = request.app.state.server.served, request.path_params["name"]
     if name not in served.names:
         raise _not_found(served, name)
-    return JsonReply(_card(served, name))
+    card = _anthropic_card if _ANTHROPIC in request.headers else _card
+    return JsonReply(card(served, name))
 
 
 def reply_name(fields: Fields, state: ServerState) -> str:
@@ -50,6 +57,18 @@ def _card(served: ServedModel, name: str) -> dict[str, Any]:
         "root": served.names[0],
         "parent": None,
         "max_model_len": served.max_model_len,
+    }
+
+
+def _anthropic_card(served: ServedModel, name: str) -> dict[str, Any]:
+    return {
+        "type": "model",
+        "id": name,
+        "display_name": name,
+        "created_at": datetime.datetime.fromtimestamp(served.created, datetime.UTC).isoformat(),
+        "lifecycle": "active",
+        "max_input_tokens": served.max_model_len,
+        "max_tokens": served.max_model_len,
     }
 
 

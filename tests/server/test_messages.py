@@ -213,6 +213,22 @@ def test_a_whole_agent_conversation_reaches_the_template(show):
     )
 
 
+def test_a_reminder_beside_a_result_begins_no_turn(show):
+    result = {"type": "tool_result", "tool_use_id": "t", "content": "sunny"}
+    reminder = {"type": "text", "text": "<system-reminder>Be quick.</system-reminder>"}
+    ask(show, messages=[*HI, {"role": "user", "content": [result, reminder, {"type": "text", "text": "go on"}]}])
+    assert prompt_of(show) == (
+        "[user]hi[tool]sunny\n<system-reminder>Be quick.</system-reminder>[user]go on<|assistant|>"
+    )
+
+
+def test_models_in_anthropics_form(server):
+    models = server.anthropic().models.list().data
+    assert [m.id for m in models] == ["flint-test", "alias/two"]
+    assert server.anthropic().models.retrieve("alias/two").max_input_tokens == server.engine.max_model_len
+    assert server.http.get("/v1/models").json()["object"] == "list"
+
+
 def test_system_as_text(show):
     ask(show, system="S")
     assert prompt_of(show) == "[system]S[user]hi<|assistant|>"
