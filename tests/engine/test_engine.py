@@ -19,13 +19,23 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True)
 
 @pytest.fixture(scope="module")
 def steps():
-    return golden.steps(NAME, slots=8, pages=16, chunks=(32,), batches=(8,), max_context=512)
+    return golden.steps(NAME, slots=8, pages=16, chunks=(32,), batches=(8,), max_context=512, snapshots=6)
 
 
 @pytest.fixture
 def engine(steps):
     """A fresh engine over the shared programs and device state; everything must be given back at the end."""
-    made = Engine(steps, eos_ids=(483, 487, 489), seed=5)
+    yield from _engine(steps, prefix_caching=False)
+
+
+@pytest.fixture
+def caching(steps):
+    """The same with the prefix cache."""
+    yield from _engine(steps, prefix_caching=True)
+
+
+def _engine(steps, **how):
+    made = Engine(steps, eos_ids=(483, 487, 489), seed=5, **how)
     yield made
     while made.step():
         pass
@@ -148,6 +158,46 @@ def test_penalties_survive_a_preemption(engine):
     sinks = run(engine, prompts[0], params, prompts[1:])
     assert engine.scheduler.preemptions > before
     assert sinks[-1].tokens == alone
+
+
+# Window 33, ring 128: shorter than the window, than the ring, and longer; on a page's edge and inside.
+@pytest.mark.parametrize("lengths", [(5, 3, 4), (20, 30, 64), (64, 32, 1), (150, 45, 70)])
+def test_a_conversation_is_what_it_is_without_the_cache(engine, caching, lengths):
+    """Tokens and log-probabilities of three turns, and what they cost.
+
+    Measured: 2e-6 (other chunks, other summation order); tolerance 1e-4.
+    """
+    rng = np.random.default_rng(sum(lengths))
+    params = GREEDY.replace(max_tokens=9, logprobs=0)
+    history, cost, warm = [], [], {}
+    for length in lengths:
+        history += rng.integers(0, 480, length).tolist()
+        before = caching.stats()["prefilled_tokens"]
+        sink = warm[tuple(history)] = run(caching, history, params)
+        cost.append(caching.stats()["prefilled_tokens"] - before)
+        history += sink.tokens
+    first, second, third = lengths
+    assert cost == [first, second + 1, third + 1]
+    assert [s.last.cached_tokens for s in warm.values()] == [0, first + 8, first + 9 + second + 8]
+    for prompt, sink in warm.items():  # both engines share one device: the other one comes after
+        cold = run(engine, prompt, params)
+        assert cold.last.cached_tokens == 0
+        assert sink.tokens == cold.tokens
+        scores = [[s.logprob for e in each for s in e.logprobs] for each in (sink, cold)]
+        np.testing.assert_allclose(*scores, atol=1e-4)
+
+
+def test_a_cached_seeded_reply_among_seven_others(engine, caching):
+    """The seed decides, not where the prefix came from nor who else runs."""
+    params = SamplingParams(temperature=1.0, top_p=0.95, top_k=20, seed=11, max_tokens=24, ignore_eos=True)
+    prompt = np.random.default_rng(9).integers(0, 480, 100).tolist()
+    alone = run(engine, prompt, params).tokens
+    run(caching, prompt[:90], params.replace(max_tokens=1))
+    others = [[*prompt[: 15 * i], *range(i)] for i in range(1, 7)]
+    sinks = run(caching, prompt, params, [*others, prompt])
+    assert sinks[0].last.cached_tokens == 90
+    assert sinks[0].tokens == sinks[-1].tokens == alone
+    assert all(s.last.finish_reason == "length" for s in sinks)
 
 
 def test_random_aborts_leak_nothing(engine):

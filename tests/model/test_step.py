@@ -1,5 +1,6 @@
 """What the compiled decode step promises: donated in place, no copy of the cache, one compilation for all lengths."""
 
+import dataclasses
 import re
 
 import jax
@@ -14,7 +15,9 @@ from tests.model import golden
 
 @pytest.fixture(scope="module")
 def steps():
-    made = golden.steps("T1", slots=2, pages=24, chunks=(16,), batches=(2,), max_context=512, numerics="serving")
+    made = golden.steps(
+        "T1", slots=2, pages=24, chunks=(16,), batches=(2,), max_context=512, numerics="serving", snapshots=3
+    )
     made.compile()
     return made
 
@@ -39,6 +42,9 @@ def test_no_compilation_after_compile(steps):
         for _ in range(3):
             tokens, logits = steps.decode([0])
             steps.logprobs(logits, tokens)
+        steps.save(0, 2)
+        steps.restore(2, 1)
+        steps.copy_page(3, 5)
         steps.release(0)
     np.asarray(tokens)
     assert compiled == []
@@ -66,6 +72,57 @@ def test_cache_is_updated_in_place(steps, kind):
     shapes = {",".join(map(str, leaf.shape)) for leaf in cache_leaves(steps.state)}
     copies = re.findall(r"= \w+\[([\d,]+)\][^ ]* copy\(", compiled.as_text())
     assert not shapes & set(copies)
+
+
+@pytest.mark.parametrize("kind", ["save", "restore", "copy page"])
+def test_copies_for_the_prefix_cache_are_in_place(steps, kind):
+    """No second pool of pages, rings or snapshots, and temporaries of one page or ring only."""
+    compiled = steps._compiled[kind, 0]
+    cache = steps.state.cache
+    into, parts = {
+        "save": (steps.snapshots.k, 3),
+        "restore": (cache.k_ring, 2),
+        "copy page": (cache.k_pages, 24),
+    }[kind]
+    memory = compiled.memory_analysis()
+    assert memory.alias_size_in_bytes == 2 * into.nbytes
+    assert memory.temp_size_in_bytes <= 2 * into.nbytes // parts + 1024
+
+
+def test_the_prefix_caches_copies_leave_every_address(steps):
+    def addresses():
+        return [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves((steps.state.cache, steps.snapshots))]
+
+    steps.save(0, 1)
+    before = addresses()
+    for call in (lambda: steps.save(1, 0), lambda: steps.restore(1, 1), lambda: steps.copy_page(1, 2)):
+        call()
+        assert addresses() == before
+
+
+def test_snapshots_and_pages_are_copied_whole(steps):
+    cache = steps.state.cache
+    rng = np.random.default_rng(0)
+
+    def fill(leaf):
+        # Not jax.random: a float32 leaf of any values will do.
+        return jax.device_put(rng.normal(size=leaf.shape).astype(leaf.dtype))
+
+    steps.state = dataclasses.replace(steps.state, cache=jax.tree.map(fill, cache))
+    old = jax.tree.map(np.asarray, steps.state.cache)
+    old = jax.tree.map(np.copy, old)
+    steps.save(1, 2)
+    steps.restore(2, 0)
+    steps.copy_page(7, 4)
+    new = steps.state.cache
+    for name in ("k_ring", "v_ring"):
+        want = getattr(old, name)
+        want[:, 0] = want[:, 1]
+        np.testing.assert_array_equal(getattr(new, name), want)
+    for name in ("k_pages", "v_pages"):
+        want = getattr(old, name)
+        want[:, 4] = want[:, 7]
+        np.testing.assert_array_equal(getattr(new, name), want)
 
 
 def test_sizes_and_ring():
