@@ -120,6 +120,8 @@ class Engine:
         self._inbox: collections.deque[tuple[str, object]] = collections.deque()
         self._wake = threading.Condition()
         self._inflight: collections.deque[_Result] = collections.deque()
+        self._dispatching = False
+        self._late: collections.deque[Op] = collections.deque()
         self._seeds = np.random.SeedSequence(seed)
         self._names = itertools.count()
         self._thread: threading.Thread | None = None
@@ -270,12 +272,16 @@ class Engine:
         for request in plan.preempted:
             log.info("request %s gives its pages to older ones and waits", request.id)
         self._sync_tables(plan.moved)
+        self._dispatching = True
         for op in plan.ops:
             self._do(op)
         if plan.decode:
             fast = sampling.fast_path(self._jobs[r.id].params for r in plan.decode)
             tokens, logits = self.steps.decode([r.slot for r in plan.decode], fast)
             self._expect(plan.decode, tokens, logits)
+        self._dispatching = False
+        while self._late:
+            self._do(self._late.popleft())
         return not plan.empty
 
     def _do(self, op: Op) -> None:
@@ -368,7 +374,11 @@ class Engine:
             self.steps.release(job.request.slot)
         # What a failed request computed or took up may be what made it fail: nobody is to find it.
         for op in self.scheduler.end(job.request, keep=event.finish_reason != "error"):
-            self._do(op)
+            # Decided after the plan, so not before what is left of the plan.
+            if self._dispatching:
+                self._late.append(op)
+            else:
+                self._do(op)
         with self._wake:
             self._jobs.pop(job.request.id, None)
         self._tell(job, event)
