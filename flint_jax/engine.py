@@ -15,24 +15,15 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from flint_jax import sampling
+from flint_jax import masks, sampling
 from flint_jax.cache import PAGE, ring_size
-from flint_jax.errors import RequestError
+from flint_jax.errors import FlintError, RequestError
+from flint_jax.logprobs import PromptLogprobs, TokenLogprob, token_logprob
 from flint_jax.sampling import SamplingParams
 from flint_jax.scheduler import Admit, Chunk, CopyPage, Op, Plan, Request, Restore, Save, Scheduler
 from flint_jax.step import Steps
 
 log = logging.getLogger("flint_jax.engine")
-
-
-@dataclasses.dataclass(frozen=True)
-class TokenLogprob:
-    """Natural log-probability of a drawn token from the raw logits, its rank (1 = likeliest), the likeliest others."""
-
-    token_id: int
-    logprob: float
-    rank: int
-    top: tuple[tuple[int, float], ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,11 +33,13 @@ class Event:
     cached_tokens: how many of the prompt's tokens were taken from the prefix cache. admitted_at: when it left the queue
     for the first time, in seconds of time.monotonic.
     A token that ends the request (an end-of-turn or stop id) is named in ``stop_token`` and not part of ``token_ids``.
+    prompt_logprobs: with the first token, if asked for; one entry a prompt token, None for the first.
     """
 
     request_id: str
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
     finish_reason: str | None = None
     stop_token: int | None = None
     error: str | None = None
@@ -64,6 +57,9 @@ class _Job:
     stops: frozenset[int]
     seed: int
     on_event: Callable[[Event], None]
+    tracker: masks.Tracker | None = None
+    prompt_scores: PromptLogprobs | None = None
+    generates: bool = True
     admitted_at: float | None = None
 
     def event(self, **news) -> Event:
@@ -140,18 +136,27 @@ class Engine:
         request_id: str | None = None,
         cache_salt: str | None = None,
         reuse_prefix: bool = True,
+        constraint: masks.Constraint | None = None,
+        prompt_logprobs: int | None = None,
+        generate: bool = True,
     ) -> str:
         """Queue a request (``params`` resolved, n ignored); returns its id. ``on_event`` runs on the engine's thread.
 
         cache_salt: cached prefixes are shared only between requests of the same salt. reuse_prefix: False has every
         token of the prompt computed (what it leaves behind may still be reused by others).
+        constraint: only tokens that it allows are drawn (see flint_jax.guided). It wins over all settings: min_tokens
+        and ignore_eos have no effect, and logit_bias cannot bring back a token.
+        prompt_logprobs: alternatives to report for each token of the prompt, 0 to 20; nothing cached is used then.
+        generate: False ends with the prompt, which may then fill the whole context: no token is drawn.
 
         Raises RequestError when the prompt is empty, too long or outside the vocabulary, or params do not fit the
         model; RuntimeError when the engine has failed or stopped.
         """
         self._refuse_when_stopped()
         prompt = tuple(int(t) for t in prompt_ids)
-        limit = self._limit(prompt, params)
+        limit = self._limit(prompt, params, generate)
+        if constraint is not None:
+            params = masks.held(params)
         params.check_vocabulary(self.config.vocab_size)
         if max(prompt) >= self.config.vocab_size or min(prompt) < 0:
             raise RequestError(
@@ -168,8 +173,10 @@ class Engine:
             seed = (
                 params.seed if params.seed is not None else int(self._seeds.spawn(1)[0].generate_state(1, np.uint64)[0])
             )
-            request = Request(name, prompt, limit, cache_salt or "", reuse_prefix)
-            job = _Job(request, params, stops, seed, on_event)
+            scores = None if prompt_logprobs is None else PromptLogprobs(prompt, prompt_logprobs)
+            request = Request(name, prompt, limit, cache_salt or "", reuse_prefix and scores is None)
+            tracker = None if constraint is None else constraint.begin()
+            job = _Job(request, params, stops, seed, on_event, tracker, scores, generate)
             self._jobs[name] = job
             self._inbox.append(("submit", job))
             self._wake.notify()
@@ -276,9 +283,10 @@ class Engine:
         for op in plan.ops:
             self._do(op)
         if plan.decode:
-            fast = sampling.fast_path(self._jobs[r.id].params for r in plan.decode)
+            jobs = [self._jobs[r.id] for r in plan.decode]
+            fast = sampling.fast_path(job.params for job in jobs)
             tokens, logits = self.steps.decode([r.slot for r in plan.decode], fast)
-            self._expect(plan.decode, tokens, logits)
+            self._expect(jobs, tokens, logits)
         self._dispatching = False
         while self._late:
             self._do(self._late.popleft())
@@ -301,6 +309,8 @@ class Engine:
         job = self._jobs[request.id]
         if job.admitted_at is None:
             job.admitted_at = time.monotonic()
+        if job.prompt_scores is not None:
+            job.prompt_scores.begin()
         row = sampling.slot_row(
             job.params.replace(seed=job.seed),
             request.prompt,
@@ -315,17 +325,46 @@ class Engine:
         request = chunk.request
         tokens = request.slice(chunk.start, chunk.start + chunk.count)
         token, logits = self.steps.prefill(tokens, request.slot, chunk.start, chunk.final)
+        job = self._jobs[request.id]
+        if job.prompt_scores is not None and not job.prompt_scores.told:
+            following = job.prompt_scores.following(chunk.start, chunk.count)
+            if following:
+                job.prompt_scores.take(chunk.start, self.steps.score_prompt(following))
         if chunk.final:
-            self._expect([request], token, logits)
+            self._expect([job], token, logits)
 
-    def _expect(self, requests: Sequence[Request], tokens, logits) -> None:
-        rows = [(self._jobs[r.id], r.epoch) for r in requests]
+    def _expect(self, jobs: Sequence[_Job], tokens, logits) -> None:
+        """Results to come of a step; those of rows with a constraint are drawn again under it."""
+        rows = [(job, job.request.epoch) for job in jobs]
+        if any(job.tracker is not None for job in jobs):
+            tokens = self._redraw(rows, tokens, logits)
         details = None
         if any(job.params.logprobs is not None for job, _ in rows):
             details = self.steps.logprobs(logits, tokens)
         for array in (tokens, *(details or ())):
             array.copy_to_host_async()
         self._inflight.append(_Result(rows, tokens, details))
+
+    def _redraw(self, rows: Sequence[tuple[_Job, int]], tokens, logits):
+        """While the device works on the step, learn the tokens before it and make the masks that follow from them."""
+        slots = [job.request.slot for job, _ in rows]
+        held = {job.request.id for job, _ in rows if job.tracker is not None}
+        while any(job.request.id in held for result in self._inflight for job, _ in result.rows):
+            self._read(self._inflight.popleft())
+        trackers = [job.tracker if self._waits(job, epoch) else None for job, epoch in rows]
+        allowed, chosen, failed = masks.of_step(trackers, logits.shape[0], self.config.vocab_size)
+        for i, error in failed.items():
+            self._finish(rows[i][0], rows[i][0].event(finish_reason="error", error=str(error)))
+        if not chosen.any():
+            return tokens
+        fast = sampling.fast_path(job.params for (job, _), again in zip(rows, chosen, strict=False) if again)
+        return self.steps.redraw(slots, logits, allowed, chosen, fast)
+
+    @staticmethod
+    def _waits(job: _Job, epoch: int) -> bool:
+        """Whether the request still wants the token of a step that was dispatched in this epoch of it."""
+        request = job.request
+        return not request.ended and request.epoch == epoch and request.slot is not None
 
     def _sync_tables(self, moved: Sequence[Request]) -> None:
         """Send the block tables when a page changed hands."""
@@ -338,10 +377,8 @@ class Engine:
         tokens = np.asarray(result.tokens)
         details = None if result.details is None else tuple(np.asarray(d) for d in result.details)
         for i, (job, epoch) in enumerate(result.rows):
-            request = job.request
-            if request.ended or request.epoch != epoch or request.slot is None:
-                continue  # it ended, or was preempted, after this step was dispatched
-            self._deliver(job, int(tokens[i]), details, i)
+            if self._waits(job, epoch):  # else it ended, or was preempted, after this step was dispatched
+                self._deliver(job, int(tokens[i]), details, i)
 
     def _deliver(self, job: _Job, token: int, details: tuple | None, row: int) -> None:
         request = job.request
@@ -353,15 +390,32 @@ class Engine:
             message = "the model's logits held NaN or no token could be drawn"
             self._finish(job, job.event(finish_reason="error", error=message))
             return
+        told = None
+        if job.prompt_scores is not None and not job.prompt_scores.told:
+            told = job.prompt_scores.tell()
+        if not job.generates:
+            self._finish(job, job.event(prompt_logprobs=told, finish_reason="length"))
+            return
         self.generated_tokens += 1
         request.output.append(token)
-        scores = _token_logprob(job.params.logprobs, token, details, row)
+        wanted = job.params.logprobs
+        scores = None if wanted is None or details is None else (token_logprob(token, details, row, wanted),)
         stop = token if token in job.stops and len(request.output) >= job.params.min_tokens else None
         full = len(request.prompt) + len(request.output) >= request.limit
+        reason = "stop" if stop is not None else "length" if full else None
+        if job.tracker is not None and stop is None:
+            try:
+                job.tracker.push(token)
+            except FlintError as error:
+                self._finish(job, job.event(finish_reason="error", error=str(error)))
+                return
+            if full and job.tracker.done:
+                reason = "stop"  # there was room for all but the token that ends it
         event = job.event(
             token_ids=() if stop is not None else (token,),
-            logprobs=None if scores is None or stop is not None else (scores,),
-            finish_reason="stop" if stop is not None else "length" if full else None,
+            logprobs=None if stop is not None else scores,
+            prompt_logprobs=told,
+            finish_reason=reason,
             stop_token=stop,
         )
         if event.finish_reason is None:
@@ -403,25 +457,19 @@ class Engine:
 
     # -- validation ------------------------------------------------------------------------------------------------
 
-    def _limit(self, prompt: tuple[int, ...], params: SamplingParams) -> int:
+    def _limit(self, prompt: tuple[int, ...], params: SamplingParams, generate: bool) -> int:
         """Most tokens of prompt and output together."""
         room = min(self.max_model_len, self.scheduler.capacity())
         if not prompt:
             raise RequestError("the prompt has no tokens; send at least one", param="prompt", code="invalid_value")
-        if len(prompt) >= room:
+        if len(prompt) + generate > room:
             raise RequestError(
-                f"This model's maximum context length is {room} tokens. However, your prompt has {len(prompt)} tokens "
-                "and at least one must be left for the answer. Please shorten the prompt.",
+                f"This model's maximum context length is {room} tokens. However, your prompt has {len(prompt)} tokens"
+                f"{' and at least one must be left for the answer' if generate else ''}. Please shorten the prompt.",
                 param="prompt",
                 code="context_length_exceeded",
             )
+        if not generate:
+            return len(prompt)
         wanted = room if params.max_tokens is None else len(prompt) + params.max_tokens
         return min(wanted, room)
-
-
-def _token_logprob(wanted: int | None, token: int, details: tuple | None, row: int) -> TokenLogprob | None:
-    if wanted is None or details is None:
-        return None
-    chosen, ids, values, rank = (d[row] for d in details)
-    top = tuple((int(i), float(v)) for i, v in zip(ids[:wanted], values[:wanted], strict=True))
-    return TokenLogprob(token, float(chosen), int(rank), top)

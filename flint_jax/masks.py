@@ -1,0 +1,48 @@
+"""Forced output in the engine: trackers of running requests, and the masks of one step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from flint_jax.errors import FlintError
+from flint_jax.redraw import words
+from flint_jax.sampling import SamplingParams
+
+
+class Tracker(Protocol):
+    """Where one output is in what it is held to; see flint_jax.guided.Tracker."""
+
+    done: bool
+
+    def push(self, token_id: int) -> None: ...
+    def fill(self, row: np.ndarray) -> None: ...
+
+
+class Constraint(Protocol):
+    """What ``Engine.submit`` takes as ``constraint``; see flint_jax.guided.Constraint."""
+
+    def begin(self) -> Tracker: ...
+
+
+def held(params: SamplingParams) -> SamplingParams:
+    """Settings of a request that is held to something: nothing that would keep it from ending where it may end."""
+    return params.replace(min_tokens=0, ignore_eos=False)
+
+
+def of_step(trackers: Sequence[Tracker | None], batch: int, vocab: int) -> tuple[Any, Any, dict[int, FlintError]]:
+    """(masks int32 [batch, words], rows that have one bool [batch], rows whose tracker failed) for a step's rows."""
+    masks = np.full((batch, words(vocab)), -1, np.int32)
+    chosen = np.zeros(batch, bool)
+    failed: dict[int, FlintError] = {}
+    for i, tracker in enumerate(trackers):
+        if tracker is None:
+            continue
+        try:
+            tracker.fill(masks[i])
+            chosen[i] = True
+        except FlintError as error:
+            failed[i] = error
+    return masks, chosen, failed
