@@ -1,6 +1,6 @@
 """Batch scoring: log-probabilities of given tokens. Start with ``Scorer`` (scorer.py).
 
-plan.py decides what runs when and in which pages, programs.py are the compiled programs, windows.py is the rule for
+plan.py decides what runs when and in which pages, programs.py are the compiled programs, rolling.py is the rule for
 sequences longer than the context, inputs.py makes token ids; records.py, files.py and command.py are ``python -m
 flint_jax score``. Names are imported when first used, so that the command line's parser does not import jax.
 """
@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from flint_jax.scoring.inputs import encode_pair
+    from flint_jax.scoring.rolling import Window, windows
     from flint_jax.scoring.scorer import Score, Scorer, Stats
-    from flint_jax.scoring.windows import Window, windows
 
 _HOME = {
     "Score": "scorer",
     "Scorer": "scorer",
     "Stats": "scorer",
-    "Window": "windows",
+    "Window": "rolling",
     "encode_pair": "inputs",
-    "windows": "windows",
+    "windows": "rolling",
 }
 
 __all__ = ["Score", "Scorer", "Stats", "Window", "encode_pair", "windows"]

@@ -1,8 +1,9 @@
 """What to run, in what order, and in which pages: a tree of the sequences' shared beginnings. No model, no JAX.
 
 Every sequence is cut at page boundaries, and at the end of its context when other continuations follow the same
-context. Equal pieces behind equal pieces are one node and run once. A node lies inside one page; one that begins in the
-middle of a page writes on in its parent's page, or, when the parent has several such children, in a copy of it.
+context (of 16 tokens or more). Equal pieces behind equal pieces are one node and run once. A node lies inside one page;
+one that begins in the middle of a page writes on in its parent's page, or, when the parent has several such children,
+in a copy of it.
 
 Where a token is run depends on its position alone (page, place, row of its tile), never on its company.
 """
@@ -16,6 +17,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from flint_jax.errors import RequestError
+
+SHORTEST = 16  # a tile: running a shorter context again with each continuation costs no place that was not padding
 
 
 @dataclasses.dataclass(eq=False)
@@ -83,8 +86,9 @@ class Row:
 class Tree:
     """The nodes of all sequences, and the order to run them in: depth first, longest first."""
 
-    def __init__(self, sequences: Sequence[Task], page: int):
-        self.page = page
+    def __init__(self, sequences: Sequence[Task], page: int, shortest: int = SHORTEST):
+        """shortest: tokens of a context that is worth a cut of its own."""
+        self.page, self.shortest = page, shortest
         self.root = Node(None, 0, np.zeros(0, np.int32), done=True)
         self.nodes = 0
         shared = _shared_contexts(sequences)
@@ -94,7 +98,7 @@ class Tree:
     def _insert(self, sequence: Task, shared: set[bytes]) -> None:
         tokens, first, run = sequence.tokens, sequence.first, sequence.run
         cuts = {*range(self.page, run, self.page), run}
-        if 0 < first < run and tokens[:first].tobytes() in shared:
+        if self.shortest <= first < run and tokens[:first].tobytes() in shared:
             cuts.add(first)
         node, begin = self.root, 0
         for end in sorted(cuts):

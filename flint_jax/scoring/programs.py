@@ -47,8 +47,8 @@ def page_bytes(config: FlintConfig, itemsize: int) -> int:
 
 def positions_per_call(vocab_size: int, tokens: int) -> int:
     """P: positions whose logits exist at once. A power of two, at most ``tokens`` / 2 and 256 MiB of logits."""
-    fits = max(1, LOGITS_BYTES // (4 * vocab_size))
-    return max(16, min(512, 1 << (fits.bit_length() - 1), tokens // 2))
+    fits = max(16, min(512, LOGITS_BYTES // (4 * vocab_size), tokens // 2))
+    return 1 << (fits.bit_length() - 1)
 
 
 class TileAttention:
@@ -148,7 +148,7 @@ def _copy(pages: Pages, pairs):
 
 
 class Programs:
-    """The jitted programs of one model. ``count`` says how many have been compiled."""
+    """The jitted programs of one model."""
 
     def __init__(self, merge, config: FlintConfig, *, tokens: int, widths: tuple[int, ...], top_k: int):
         self.config, self.tokens = config, tokens
@@ -179,8 +179,3 @@ class Programs:
             padded[:, : len(some)] = np.asarray(some, np.int32).T
             pages = self._copy(pages, padded)
         return pages
-
-    @property
-    def count(self) -> int:
-        """Compiled programs."""
-        return sum(f._cache_size() for f in (*self._run.values(), self._score, self._copy))

@@ -24,7 +24,7 @@ from flint_jax.errors import RequestError
 from flint_jax.scoring import inputs, plan
 from flint_jax.scoring.inputs import LanguageModel, default_prefix, encode, encode_pair
 from flint_jax.scoring.programs import Pages, Programs, page_bytes
-from flint_jax.scoring.windows import windows
+from flint_jax.scoring.rolling import windows
 
 Item = tuple[np.ndarray, int]  # tokens int32 [n], index of the first one to score
 WIDTHS = (64, 16)
