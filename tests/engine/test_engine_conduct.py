@@ -182,6 +182,31 @@ def test_pages_run_out_and_every_reply_is_whole():
     assert idle(engine)
 
 
+@pytest.mark.parametrize("snapshots", [1, 2, 5])
+def test_results_may_be_read_in_the_middle_of_a_plan(snapshots):
+    """As for masks, which follow from the tokens before them: a request then ends while the plan is carried out, and
+    the snapshot it leaves must not take the place of one that the plan has yet to save."""
+    engine = make(slots=3, snapshots=snapshots, chunks=(16,))
+    engine.scheduler.interval = 64
+    prefill = engine.steps.prefill
+
+    def read_first(*args):
+        out = prefill(*args)
+        while engine._inflight:
+            engine._read(engine._inflight.popleft())
+        return out
+
+    engine.steps.prefill = read_first
+    rng = random.Random(3)
+    for _ in range(12):
+        sinks = [submit(engine, p, GREEDY.replace(max_tokens=rng.randint(1, 6))) for p in prompts(rng, 6, 200)]
+        run(engine)
+        for sink in sinks:
+            assert sink.tokens == reply(sink.prompt, len(sink.tokens), WINDOW)
+            again = run(engine, submit(engine, [*sink.prompt, *sink.tokens, 1], GREEDY.replace(max_tokens=2)))
+            assert again.tokens == reply([*sink.prompt, *sink.tokens, 1], 2, WINDOW)
+
+
 def test_between_two_tokens_of_a_stream_lies_one_budget_of_prefill():
     """A prompt of 900 tokens and some short ones join three streams."""
     engine = make(slots=8, pages=60)
