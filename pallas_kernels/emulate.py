@@ -200,7 +200,9 @@ class Float:
 
     def _with(self, op, other):
         with np.errstate(all="ignore"):
-            return Float(op(self.raw, as_float(other).raw))
+            result = Float(op(self.raw, as_float(other).raw))
+        result.raw.view(np.uint32)[np.isnan(result.raw)] = 0x7FFFFFFF  # the one NaN that the hardware gives
+        return result
 
     def __add__(self, other):
         return self._with(np.add, other)
