@@ -1,0 +1,244 @@
+"""python -m flint_jax score: every line once, in order, whatever happened before."""
+
+import fcntl
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flint_jax.__main__ import main
+from flint_jax.errors import RequestError
+from flint_jax.scoring import Scorer, files, records
+from flint_jax.scoring.files import ScoringError, score_file
+from tests.model import golden
+from tests.scoring import micro
+
+
+@pytest.fixture(scope="module")
+def scorer():
+    return Scorer(micro.language_model(), tokens=512, max_length=100, batch_invariant=True, top_k=2, prefix=9)
+
+
+LINES = [
+    {"context": [1, 2, 3], "continuation": [4, 5]},
+    {"id": "b", "text": [5, 6, 7, 8]},
+    {"id": 3, "context": [], "continuation": [4]},
+    {"context": [1, 2], "continuation": []},
+    {"text": list(range(90)) * 2},
+    {"context": [1, 2, 3], "continuation": [6]},
+]
+
+
+@pytest.fixture
+def paths(tmp_path):
+    """Input and output; the input has a blank line and no end of its last line."""
+    source = tmp_path / "in.jsonl"
+    source.write_text("\n".join([json.dumps(line) for line in LINES[:2]] + [""] + [json.dumps(x) for x in LINES[2:]]))
+    return source, tmp_path / "out.jsonl"
+
+
+def read(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def run(scorer, paths, **options):
+    return score_file(scorer, *paths, **{"progress": False, "lines": 2, **options})
+
+
+def test_records(scorer, paths):
+    assert run(scorer, paths) == []
+    out = read(paths[1])
+    assert [r["line"] for r in out] == [1, 2, 4, 5, 6, 7]
+    assert [r.get("id") for r in out] == [None, "b", 3, None, None, None]
+    want = scorer.score([([1, 2, 3], [4, 5]), ([9], [4])])
+    for record, score in zip((out[0], out[2]), want, strict=True):
+        assert np.float32(record["logprobs"]).tolist() == score.logprobs.tolist()  # nine digits lose nothing
+        assert record["sum"] == score.total
+        assert record["greedy_tokens"] == score.greedy.tolist()
+        top = zip(score.top_ids[0].tolist(), score.top_logprobs[0], strict=True)
+        assert record["top"][0] == [[i, pytest.approx(v)] for i, v in top]
+    assert out[0]["tokens"] == [4, 5]
+    text = out[1]
+    assert (text["logprobs"][0], text["top"][0], text["count"], len(text["tokens"])) == (None, None, 3, 4)
+    assert (out[3]["sum"], out[3]["count"], out[3]["greedy"]) == (0.0, 0, True)
+    assert out[4]["count"] == 179  # in windows
+
+
+def test_prefix_and_brief(scorer, paths):
+    run(scorer, paths, text_prefix=9, brief=True)
+    text = read(paths[1])[1]
+    assert text["count"] == 4
+    assert "logprobs" not in text
+    assert text["sum"] == scorer.score_texts([LINES[1]["text"]], prefix=9)[0].total
+
+
+def test_resumes_from_any_byte(scorer, paths):
+    """A run killed after any number of bytes goes on to the same file."""
+    run(scorer, paths)
+    whole = paths[1].read_bytes()
+    cuts = [0, 1, *(i + d for i in range(len(whole)) if whole[i : i + 1] == b"\n" for d in (0, 1, 2, 30))]
+    for cut in sorted({c for c in cuts if c <= len(whole)}):
+        paths[1].write_bytes(whole[:cut])
+        before = scorer.stats.sequences
+        run(scorer, paths)
+        assert paths[1].read_bytes() == whole
+        assert scorer.stats.sequences - before == len(LINES) - whole[:cut].count(b"\n"), "scored again"
+
+
+def test_a_kill_between_two_writes_costs_a_batch(scorer, paths, monkeypatch):
+    calls = []
+    inner = files.records.render
+
+    def dies(*args, **options):
+        calls.append(args)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return inner(*args, **options)
+
+    monkeypatch.setattr(files.records, "render", dies)
+    with pytest.raises(KeyboardInterrupt):
+        run(scorer, paths)
+    assert len(read(paths[1])) in (2, 3)
+    monkeypatch.undo()
+    run(scorer, paths)
+    assert [r["line"] for r in read(paths[1])] == [1, 2, 4, 5, 6, 7]
+
+
+BAD = {
+    "{": "not JSON",
+    "[1]": "need an object",
+    '"x"': "need an object",
+    "{}": "got the keys",
+    '{"text": [1], "context": [1], "continuation": [2]}': "got the keys",
+    '{"context": [1]}': "got the keys",
+    '{"text": 5}': "text must be a string or a list",
+    '{"text": [1, 2.5]}': "list of integers",
+    '{"text": [1, [2]]}': "flat list",
+    '{"text": [true]}': "list of integers",
+    '{"text": [96]}': "token id 96 is outside the vocabulary, 0 to 95",
+    '{"text": [99999999999999999999]}': "list of integers",
+    '{"text": "no tokenizer here"}': "no tokenizer",
+    '{"id": [1], "text": [1]}': "id must be",
+    '{"context": [1], "continuation": %s}' % ([2] * 101): "maximum context length is 100",
+    "\x00": "not JSON",
+    "[" * 100_000: "not JSON",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("bad", BAD, ids=range(len(BAD)))
+def test_bad_lines_by_number(scorer, paths, bad):
+    source, target = paths
+    source.write_text(f'{{"text": [1, 2]}}\n{bad}\n{{"text": [3, 4]}}\n')
+    with pytest.raises(ScoringError, match=r"in\.jsonl, line 2: ") as error:
+        run(scorer, paths)
+    assert BAD[bad] in str(error.value)
+    assert [r["line"] for r in read(target)] == [1]  # what came before is there
+    assert run(scorer, paths, stop_on_error=False) == [2]
+    good, wrong, last = read(target)
+    assert (good["line"], wrong["line"], last["line"]) == (1, 2, 3)
+    assert BAD[bad] in wrong["error"]
+    assert "sum" in last
+
+
+def test_bytes_that_are_no_text(scorer, paths):
+    paths[0].write_bytes(b'\xff\xfe{"text"\n')
+    with pytest.raises(ScoringError, match="line 1: not JSON"):
+        run(scorer, paths)
+
+
+@given(st.binary(max_size=60))
+@settings(max_examples=200, deadline=None)
+def test_any_bytes_become_a_record(raw):
+    scorer = Scorer(micro.language_model())
+    record = records.parse(raw.replace(b"\n", b""), 7, scorer)
+    assert record.line == 7
+    assert (record.error is None) != (record.item is None)
+
+
+def test_mended_input_goes_on_where_it_stopped(scorer, paths):
+    source, target = paths
+    source.write_text('{"text": [1, 2]}\n{"text": [1, 2\n{"text": [3, 4]}\n')
+    with pytest.raises(ScoringError, match="mend it and run again"):
+        run(scorer, paths)
+    source.write_text('{"text": [1, 2]}\n{"text": [1, 2]}\n{"text": [3, 4]}\n')
+    run(scorer, paths)
+    assert [r["line"] for r in read(target)] == [1, 2, 3]
+
+
+def test_a_line_too_long_to_hold(scorer, paths, monkeypatch):
+    monkeypatch.setattr(files, "LONGEST", 64)
+    texts = [1, 2], [1] * 100, [3, 4]
+    paths[0].write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    assert run(scorer, paths, stop_on_error=False) == [2]
+    assert [("error" in r, r["line"]) for r in read(paths[1])] == [(False, 1), (True, 2), (False, 3)]
+
+
+def test_an_output_of_something_else_is_left_alone(scorer, paths):
+    source, target = paths
+    run(scorer, paths)
+    whole = source.read_text()
+    source.write_text(whole.replace("[1, 2, 3]", "[1, 2, 2]"))
+    with pytest.raises(ScoringError, match="was not made from"):
+        run(scorer, paths)
+    source.write_text("\n".join(whole.splitlines()[:4]))
+    with pytest.raises(ScoringError, match="has only 4"):
+        run(scorer, paths)
+    target.write_text("notes of mine\n")
+    with pytest.raises(ScoringError, match="no record of a scoring run"):
+        run(scorer, paths)
+    assert target.read_text() == "notes of mine\n"
+    run(scorer, paths, overwrite=True)
+    assert [r["line"] for r in read(target)] == [1, 2, 4]
+
+
+def test_two_writers_are_one_too_many(scorer, paths):
+    with open(paths[1], "ab") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with pytest.raises(ScoringError, match="another process is writing"):
+            run(scorer, paths)
+
+
+def test_scores_that_are_not_numbers_are_an_error():
+    record = records.Record(1, "0", item=(np.array([1, 2], np.int32), 1))
+    scores = Scorer(micro.language_model(), prefix=1).score([([1], [])])
+    nan = type(scores[0])(np.array([np.nan], np.float32), np.array([True]), np.zeros((1, 0)), np.zeros((1, 0)))
+    assert "not numbers" in json.loads(records.render(record, nan))["error"]
+
+
+def test_command(tmp_path, capsys):
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text('{"context": "The harbour", "continuation": " was quiet"}\n{\n')
+    model = ["--model", str(golden.FOLDER / "T2-nvfp4"), "--dtype", "float32", "--tokens", "128", "--batch-invariant"]
+    command = ["score", *model, "--input", str(source), "--output", str(target)]
+    assert main(command) == 2
+    assert "in.jsonl, line 2: not JSON" in capsys.readouterr().err
+    assert main([*command, "--on-error", "skip"]) == 0
+    first, second = read(target)
+    lm = golden.language_model("T2-nvfp4", "serving")
+    head, whole = lm.tokenizer.encode("The harbour"), lm.tokenizer.encode("The harbour was quiet")
+    want = np.asarray(lm.logits([whole]))[0].astype(np.float64)
+    want -= np.log(np.exp(want).sum(-1, keepdims=True))
+    rows = np.arange(len(head) - 1, len(whole) - 1)
+    np.testing.assert_allclose(first["logprobs"], want[rows, whole[len(head) :]], atol=2e-5)
+    assert second["error"].startswith("not JSON")
+
+
+@pytest.mark.parametrize(
+    ("flags", "match"),
+    [
+        (["--prefix", "x"], "--prefix x"),
+        (["--input", "/nowhere"], "/nowhere"),
+        (["--max-length", "0"], "max_length = 0"),
+    ],
+)
+def test_command_refusals(flags, match, tmp_path, capsys):
+    arguments = ["--input", str(tmp_path / "a"), "--output", str(tmp_path / "b"), *flags]
+    assert main(["score", "--model", str(golden.FOLDER / "T1"), *arguments]) == 2
+    assert match in capsys.readouterr().err
+
+
+def test_errors_are_the_users_to_mend():
+    assert issubclass(ScoringError, ValueError)
+    assert not issubclass(ScoringError, RequestError)
