@@ -193,7 +193,7 @@ def _content(content: Any, where: str) -> tuple[str, str | None]:
     for n, part in enumerate(content):
         at = f"{where}[{n}]"
         kind = part.get("type") if isinstance(part, Mapping) else None
-        key = {"thinking": "thinking", "refusal": "refusal"}.get(kind, "text")
+        key = kind if kind in ("thinking", "refusal") else "text"
         if isinstance(part, str):
             text = part
         elif kind in ("text", "input_text", "output_text", "refusal", "thinking"):

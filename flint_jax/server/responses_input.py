@@ -119,7 +119,8 @@ def _shown(known: ToolName) -> str:
 
 
 def _function(tool: Mapping[str, Any], name: str, custom: bool) -> dict[str, Any]:
-    function = {"name": name, "description": tool.get("description") or ""}
+    description = tool.get("description")
+    function = {"name": name, "description": description if isinstance(description, str) else ""}
     if not custom:
         function["parameters"] = tool.get("parameters") or {"type": "object", "properties": {}}
         return function | ({"strict": True} if tool.get("strict") else {})
@@ -174,7 +175,7 @@ class _Turns:
                 self.messages.append({"role": "tool", "tool_call_id": str(item.get("call_id")), "content": content})
             case "item_reference":
                 raise bad_request(f"{where} refers to an item, but this server keeps none: send the item", where)
-            case _ if kind in _SKIPPED:
+            case str() if kind in _SKIPPED:
                 log_once(f"skipping input items of the type {kind}")
             case _:
                 raise bad_request(f"{where}.type is {kind!r:.64}, which this server does not know", f"{where}.type")
@@ -217,7 +218,8 @@ class _Turns:
         arguments = item.get("arguments")
         if custom:
             arguments = json.dumps({"input": str(item.get("input") or "")}, ensure_ascii=False)
-        name = _shown(ToolName(name, item.get("namespace")))
+        space = item.get("namespace")
+        name = _shown(ToolName(name, space if isinstance(space, str) else None))
         function = {"name": name, "arguments": arguments}
         call = {"id": str(item.get("call_id")), "type": "function", "function": function}
         self._turn().setdefault("tool_calls", []).append(call)
