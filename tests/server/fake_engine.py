@@ -42,6 +42,9 @@ class _Request:
     on_event: Callable
     script: Script
     constraint: object = None
+    cache_salt: str | None = None
+    prompt_logprobs: int | None = None
+    generate: bool = True
     due: float = 0.0
     started: bool = False
     sent: int = 0
@@ -69,20 +72,32 @@ class FakeEngine:
 
     # -- the engine's interface --------------------------------------------------------------------------------------
 
-    def submit(self, prompt_ids, params, *, on_event, request_id=None, constraint=None) -> str:
+    def submit(
+        self,
+        prompt_ids,
+        params,
+        *,
+        on_event,
+        request_id=None,
+        constraint=None,
+        cache_salt=None,
+        prompt_logprobs=None,
+        generate=True,
+    ) -> str:
         if self.failed is not None or self._stopping:
             raise RuntimeError("the engine has stopped")
         prompt = tuple(prompt_ids)
         if not prompt:
             raise RequestError("the prompt has no tokens", param="prompt", code="invalid_value")
-        if len(prompt) >= self.max_model_len:
+        if len(prompt) + generate > self.max_model_len:
             raise RequestError("too long for the fake engine", param="prompt", code="context_length_exceeded")
         if not all(0 <= t < self.vocab_size for t in prompt):
             raise RequestError("token ids outside the vocabulary", param="prompt", code="invalid_value")
         params.check_vocabulary(self.vocab_size)
         params.stop_set((EOS,))
         name = request_id or f"request-{next(self._names)}"
-        request = _Request(name, prompt, params, on_event, self.script(prompt, params), constraint)
+        request = _Request(name, prompt, params, on_event, self.script(prompt, params), constraint, cache_salt)
+        request.prompt_logprobs, request.generate = prompt_logprobs, generate
         with self._lock:
             self.submitted.append(request)
             self._waiting.append(request)
@@ -165,6 +180,9 @@ class FakeEngine:
         if time.monotonic() < r.due or (script.gate is not None and not script.gate.is_set()):
             return False
         r.due = time.monotonic() + script.token_s
+        if not r.generate:
+            self._end(r, finish_reason="length")
+            return True
         stops = r.params.stop_set((EOS,))
         tokens: list[int] = []
         for _ in range(script.burst):
@@ -193,11 +211,16 @@ class FakeEngine:
         logprobs = None
         if r.params.logprobs is not None:
             logprobs = tuple(self._logprob(t, r.params.logprobs) for t in tokens)
+        told = None
+        if r.prompt_logprobs is not None and not r.started:
+            told = (None, *(self._logprob(t, r.prompt_logprobs) for t in r.prompt[1:]))
+        r.started = True
         r.on_event(
             Event(
                 r.id,
                 tuple(tokens),
                 logprobs,
+                told,
                 prompt_tokens=len(r.prompt),
                 cached_tokens=self.cached_tokens,
                 **how,

@@ -172,3 +172,11 @@ def test_origins_and_template(tmp_path):
     file.write_text("{{ messages }}")
     assert parse(["--chat-template", str(file)])[0].chat_template == "{{ messages }}"
     assert parse(["--chat-template", "{{ x }}"])[0].chat_template == "{{ x }}"
+
+
+def test_prefix_caching_is_on_unless_told_otherwise():
+    model, *_ = parse([])
+    assert (model.enable_prefix_caching, model.prefix_snapshots) == (True, None)
+    model, *_ = parse(["--no-enable-prefix-caching", "--prefix-snapshots", "12"])
+    assert (model.enable_prefix_caching, model.prefix_snapshots) == (False, 12)
+    assert parse(["--enable-prefix-caching"])[0].enable_prefix_caching
