@@ -1,4 +1,4 @@
-"""``python -m flint_jax``: info, generate, chat, score, bench, eval, synthetic."""
+"""``python -m flint_jax``: info, generate, chat, score, bench, eval, convert, synthetic."""
 
 from __future__ import annotations
 
@@ -58,6 +58,10 @@ def _parser() -> argparse.ArgumentParser:
     _model_flags(evaluate)
     _eval_flags(evaluate)
     evaluate.set_defaults(run=_eval)
+
+    convert = commands.add_parser("convert", help="between GGUF, safetensors and Orbax", add_help=False)
+    convert.add_argument("rest", nargs=argparse.REMAINDER)
+    convert.set_defaults(run=_convert)
 
     synthetic = commands.add_parser("synthetic", help="write a random checkpoint", add_help=False)
     synthetic.add_argument("rest", nargs=argparse.REMAINDER)
@@ -197,6 +201,12 @@ def _bench(args: argparse.Namespace) -> int:
 
     memory.bound_transfer_buffers()
     return bench.main(args.rest)
+
+
+def _convert(args: argparse.Namespace) -> int:
+    from loaders import convert
+
+    return convert.main(args.rest)
 
 
 def _synthetic(args: argparse.Namespace) -> int:

@@ -296,12 +296,15 @@ def load(
     config: str | os.PathLike | None = None,
     tokenizer: str | os.PathLike | None = None,
     progress: bool = True,
+    sharding: Any = None,
 ) -> LanguageModel:
-    """Load a checkpoint: a folder of config.json + safetensors, a .gguf file or its folder, or a hub id.
+    """Load a checkpoint: a folder of config.json + safetensors, a .gguf file or its folder, an Orbax folder, a hub id.
 
     dtype: "bfloat16", or "float32" (stored weights upcast, float32 compute; for parity work). numerics: "serving" or
     "transformers" (see flint_jax.numerics). kernels: "auto", "xla" or "pallas". max_context: shorter contexts than the
-    model's own save memory. config, tokenizer: folders that win over what the checkpoint holds.
+    model's own save memory. config, tokenizer: folders that win over what the checkpoint holds. sharding: only of an
+    Orbax folder, where its arrays go: a jax Sharding, or a function of (array name, ShapeDtypeStruct) that gives one;
+    every device reads its own shards.
 
     Raises CheckpointError, ConfigError or TokenizerError, each saying what was given, what is needed, what to do.
     """
@@ -318,9 +321,9 @@ def load(
             param="max_context",
         )
     weights = loaders.load_weights(
-        checkpoint, dtype=dtype, router_dtype=jnp.dtype(rules.router_dtype).name, progress=progress
+        checkpoint, dtype=dtype, router_dtype=jnp.dtype(rules.router_dtype).name, progress=progress, sharding=sharding
     )
-    if tiles.wanted(c, rules, kernels):
+    if sharding is None and tiles.wanted(c, rules, kernels):
         weights = tiles.tile_weights(weights)
     model = Flint(c, weights, rules, max_positions=max_context)
     return LanguageModel(

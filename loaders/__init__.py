@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 from loaders.assemble import LoadReport
 from loaders.checkpoint import Checkpoint, load_weights, open_checkpoint
+from loaders.export import save_checkpoint
 
-__all__ = ["Checkpoint", "LoadReport", "load_tokenizer", "load_weights", "open_checkpoint"]
+__all__ = ["Checkpoint", "LoadReport", "load_tokenizer", "load_weights", "open_checkpoint", "save_checkpoint"]
 
 
 if TYPE_CHECKING:

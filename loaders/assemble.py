@@ -68,9 +68,10 @@ def assemble(
 ) -> tuple[Tree, LoadReport]:
     """Load a matched checkpoint onto the default device.
 
-    dtype: compute dtype of plain leaves ("bfloat16" or "float32"; float32 values narrow to nearest even). ``sinks`` is
-    always float32, ``router`` gets ``router_dtype`` (default: dtype). Matrices whose tensors are all NVFP4 stay packed;
-    a stack of packed and plain tensors becomes ``Scaled`` in ``dtype``.
+    dtype: compute dtype of plain leaves ("bfloat16" or "float32"; float32 values narrow to nearest even), or "stored":
+    bfloat16 where all tensors of a leaf are BF16 or NVFP4, else float32. ``sinks`` is always float32, ``router`` gets
+    ``router_dtype`` (default: dtype). Matrices whose tensors are all NVFP4 stay packed; a stack of packed and plain
+    tensors becomes ``Scaled`` in ``dtype``.
 
     Raises CheckpointError for values that are not allowed: a global scale that is not positive and finite, a block
     scale of 0xFF, a selection bias that is not zero.
@@ -79,8 +80,10 @@ def assemble(
     memory = _MemoryWatch()
     _check_zero(plan.zero)
     kinds = _leaf_kinds(plan)
-    dtypes = {name: jnp.dtype(dtype) for name in plan.leaves}
-    dtypes |= {"sinks": jnp.dtype("float32"), "router": jnp.dtype(router_dtype or dtype)}
+    dtypes = _stored_dtypes(plan) if dtype == "stored" else dict.fromkeys(plan.leaves, jnp.dtype(dtype))
+    dtypes["sinks"] = jnp.dtype("float32")
+    if router_dtype is not None:
+        dtypes["router"] = jnp.dtype(router_dtype)
     scales = _global_scales(plan, kinds)
     targets = {name: _target(leaf, kinds[name], dtypes[name]) for name, leaf in plan.leaves.items()}
     signed: Counter[str] = Counter()
@@ -115,6 +118,11 @@ def _leaf_kinds(plan: Plan) -> dict[str, str]:
     for fill in plan.fills:
         packed[fill.source.leaf].add(fill.kind == NVFP4)
     return {name: SCALED if len(found) == 2 else PACKED if True in found else PLAIN for name, found in packed.items()}
+
+
+def _stored_dtypes(plan: Plan) -> dict[str, np.dtype]:
+    wide = {fill.source.leaf for fill in plan.fills if not {t.kind for t in fill.tensors} <= {"BF16", NVFP4}}
+    return {name: jnp.dtype("float32" if name in wide else "bfloat16") for name in plan.leaves}
 
 
 def _check_zero(biases: tuple[RawTensor, ...]) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from flint_jax.config import FlintConfig
 from flint_jax.errors import CheckpointError, ConfigError
 from loaders import config as configs
-from loaders import gguf, hub, name_map, safetensors
+from loaders import gguf, hub, name_map, orbax, safetensors
 from loaders.assemble import LoadReport, Tree, assemble
 from loaders.raw import RawTensor
 
@@ -25,7 +25,8 @@ class Checkpoint:
     """What open_checkpoint found.
 
     generation: settings of generation_config.json (its names; ``eos_token_id`` is a list) or of the GGUF, may be empty.
-    format: "safetensors" or "gguf". weight_format: "bf16", "nvfp4" or "mixed". nbytes: bytes of weights in the files.
+    format: "safetensors", "gguf" or "orbax". weight_format: "bf16", "nvfp4" or "mixed". nbytes: bytes of weights in
+    the files.
     report: cost of the last load_weights, None before.
     """
 
@@ -34,7 +35,7 @@ class Checkpoint:
     format: str
     config: FlintConfig
     generation: dict[str, Any]
-    plan: name_map.Plan = dataclasses.field(repr=False)
+    plan: name_map.Plan | orbax.OrbaxPlan = dataclasses.field(repr=False)
     tokenizer_path: Path | None = None
     report: LoadReport | None = None
 
@@ -71,7 +72,8 @@ def open_checkpoint(
 ) -> Checkpoint:
     """Open a folder, a .gguf, a .safetensors, an index, or a hub id (``owner/name`` or ``owner/name:file.gguf``).
 
-    A .gguf file stands for itself; a folder may hold a config.json, tokenizer.json or generation_config.json next to
+    A folder holds safetensors, one model in GGUF, or Orbax. A .gguf file stands for itself; a folder may hold a
+    config.json, tokenizer.json or generation_config.json next to
     its .gguf, which then win. ``config`` (a config.json, its folder, or a FlintConfig) and ``tokenizer`` (a folder or
     .gguf) win over both. Only headers are read: no weight is touched.
 
@@ -80,6 +82,8 @@ def open_checkpoint(
     """
     path = hub.resolve(path)
     kind, target = _find(path)
+    if kind == "orbax":
+        return _open_orbax(path, config, tokenizer)
     folder = path if path.is_dir() else path.parent if kind == "safetensors" else None
     opened = gguf.open_gguf(target) if kind == "gguf" else safetensors.open_safetensors(target)
     metadata = opened.metadata if kind == "gguf" else {}
@@ -105,15 +109,50 @@ def open_checkpoint(
 
 
 def load_weights(
-    ckpt: Checkpoint, *, dtype: str = "bfloat16", router_dtype: str | None = None, progress: bool = True
+    ckpt: Checkpoint,
+    *,
+    dtype: str = "bfloat16",
+    router_dtype: str | None = None,
+    progress: bool = True,
+    sharding: orbax.Sharding | None = None,
 ) -> Tree:
     """Stream the weights onto the default device: dict of arrays, ``nvfp4.Packed`` and ``nvfp4.Scaled`` (see name_map).
 
-    dtype: compute dtype of plain leaves; ``sinks`` stays float32; ``router`` gets ``router_dtype`` (default: dtype).
-    Sets ``ckpt.report``. Raises CheckpointError for values that are not allowed.
+    dtype: compute dtype of plain leaves, or "stored" (each leaf in the widest dtype of its tensors); ``sinks`` stays
+    float32; ``router`` gets ``router_dtype`` (default: dtype). sharding: where the arrays of an Orbax folder go (see
+    orbax.load). Sets ``ckpt.report``. Raises CheckpointError for values that are not allowed.
     """
+    if isinstance(ckpt.plan, orbax.OrbaxPlan):
+        tree, ckpt.report = orbax.load(
+            ckpt.plan, ckpt.config, dtype=dtype, router_dtype=router_dtype, sharding=sharding
+        )
+        return tree
+    if sharding is not None:
+        raise CheckpointError(
+            f"{ckpt.path}: only an Orbax folder is restored to shards; make one with "
+            f"`python -m flint_jax convert {ckpt.path} NAME.orbax`"
+        )
     tree, ckpt.report = assemble(ckpt.plan, dtype=dtype, router_dtype=router_dtype, progress=progress)
     return tree
+
+
+def _open_orbax(
+    path: Path, config: str | os.PathLike | FlintConfig | None, tokenizer: str | os.PathLike | None
+) -> Checkpoint:
+    found, eos_known = _config(config, path, {}, {}, path)
+    generation = _generation(path, {})
+    if not eos_known:
+        eos = dict.fromkeys([*found.eos_token_ids, *generation.get("eos_token_id", [])])
+        found = dataclasses.replace(found, eos_token_ids=tuple(eos))
+    return Checkpoint(
+        name=path.resolve().name,
+        path=path,
+        format="orbax",
+        config=found,
+        generation=generation,
+        plan=orbax.open_plan(path, found),
+        tokenizer_path=_tokenizer_path(tokenizer, path, {}, path),
+    )
 
 
 def _find(path: Path) -> tuple[str, Path]:
@@ -126,6 +165,10 @@ def _find(path: Path) -> tuple[str, Path]:
         if path.suffix == ".gguf" or gguf.is_gguf(path):
             return "gguf", path
         raise CheckpointError(f"{path}: neither a .gguf nor a .safetensors file")
+    if orbax.is_orbax(path):
+        return "orbax", path
+    if (path / orbax.WEIGHTS).is_dir():
+        raise CheckpointError(f"{path}: an Orbax folder without {orbax.MARKER}, so its save or copy was interrupted")
     tensors = any(path.glob("*.safetensors")) or any(path.glob("*" + safetensors.INDEX_SUFFIX))
     packed = sorted(path.glob("*.gguf"))
     if tensors and packed:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import hashlib
-import json
 import math
 import os
 import shutil
@@ -32,8 +31,9 @@ import ml_dtypes
 import numpy as np
 
 from flint_jax.config import FULL, SLIDING, FlintConfig
-from loaders import name_map, vocabulary, writers
+from loaders import describe, name_map, parts, vocabulary, writers
 from loaders.name_map import Source
+from loaders.parts import to_records
 from loaders.writers import PART, Tensor
 from pallas_kernels import nvfp4
 
@@ -147,14 +147,6 @@ class Stream:
         return values.astype(ml_dtypes.bfloat16).astype(np.float32)
 
 
-def to_records(codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """Planes (``nvfp4.quantize_numpy``) -> GGUF records: uint8 [..., C/2], [..., C/16] -> [..., C/64*36]; lossless."""
-    nibbles = np.stack([codes & 15, codes >> 4], -1).reshape(*codes.shape[:-1], -1, 4, 2, 8)
-    halves = (nibbles[..., 0, :] | nibbles[..., 1, :] << 4).reshape(*nibbles.shape[:-3], 32)
-    records = np.concatenate([scales.reshape(*halves.shape[:-1], 4), halves], -1)
-    return records.reshape(*codes.shape[:-1], -1)
-
-
 # -- tensors ---------------------------------------------------------------------------------------------------------
 
 
@@ -265,82 +257,13 @@ def write_safetensors(
     )
     vocab.write_folder(folder, config.max_position_embeddings)
     ids = {"eos_token_id": vocab.eos_ids, "pad_token_id": vocab.eos_ids[0]}
-    _write_json(folder / "generation_config.json", GENERATION | ids)
-    _write_json(folder / "config.json", _config_json(config) | ids)
+    describe.write_json(folder / "generation_config.json", GENERATION | ids)
+    describe.write_json(folder / "config.json", describe.config_json(config) | ids)
     return size
 
 
 def _gguf_metadata(config: FlintConfig, name: str, packed: list[str]) -> dict[str, Any]:
-    c = config
-    keys = {
-        "block_count": c.num_hidden_layers,
-        "context_length": c.max_position_embeddings,
-        "embedding_length": c.hidden_size,
-        "feed_forward_length": c.intermediate_size,
-        "attention.head_count": c.num_attention_heads,
-        "attention.head_count_kv": c.num_key_value_heads,
-        "attention.key_length": c.head_dim,
-        "attention.value_length": c.head_dim,
-        "attention.layer_norm_rms_epsilon": c.rms_norm_eps,
-        "attention.sliding_window": c.sliding_window,
-        "attention.sliding_window_pattern": np.array([k == SLIDING for k in c.layer_types]),
-        "attention.rope_pattern": np.array(c.rope_layers),
-        "rope.freq_base": c.rope_theta,
-        "leading_dense_block_count": len(c.mlp_only_layers),
-        "expert_count": c.num_experts,
-        "expert_used_count": c.num_experts_per_tok,
-        "expert_feed_forward_length": c.moe_intermediate_size,
-        "expert_shared_feed_forward_length": c.shared_expert_intermediate_size,
-        "expert_shared_count": max(c.shared_expert_intermediate_size // c.moe_intermediate_size, 1),
-        "expert_gating_func": 2,
-        "expert_weights_norm": c.norm_topk_prob,
-        "expert_weights_scale": c.routed_scaling_factor,
-    }
-    return {
-        "general.architecture": "flint",
-        "general.type": "model",
-        "general.name": name,
-        "general.file_type": 39,
-        "general.quantization_version": 2,
-        **{f"flint.{k}": v for k, v in keys.items()},
-        "general.sampling.temp": float(GENERATION["temperature"]),
-        "general.sampling.top_p": float(GENERATION["top_p"]),
-        "general.sampling.top_k": GENERATION["top_k"],
-        "general.tensor_extra.name": packed,
-        "general.tensor_extra.prec_a4": np.zeros(len(packed), bool),
-    }
-
-
-def _config_json(config: FlintConfig) -> dict[str, Any]:
-    c = config
-    same = [f for f in _SIZES["full"] if f != "max_position_embeddings"]
-    return {
-        "architectures": ["FlintForCausalLM"],
-        "model_type": "flint",
-        **{f: getattr(c, f) for f in same},
-        "max_position_embeddings": c.max_position_embeddings,
-        "mlp_only_layers": list(c.mlp_only_layers),
-        "decoder_sparse_step": 1,
-        "router_score_function": "sigmoid",
-        "norm_topk_prob": c.norm_topk_prob,
-        "layer_types": list(c.layer_types),
-        "no_rope_layer_indices": [i for i, rope in enumerate(c.rope_layers) if not rope],
-        "use_sliding_window": True,
-        "rope_theta": c.rope_theta,
-        "rms_norm_eps": c.rms_norm_eps,
-        "softmax_type": "learnable",
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "hidden_act": "silu",
-        "initializer_range": 0.02,
-        "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16",
-        "use_cache": True,
-    }
-
-
-def _write_json(path: Path, value: Any) -> None:
-    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    return describe.general_gguf(name, packed) | describe.config_gguf(config) | describe.sampling_gguf(GENERATION)
 
 
 def _threads() -> int:
@@ -395,7 +318,9 @@ def _cache_folder() -> Path:
 
 def _fingerprint() -> str:
     """Names the content: everything that the files are made from."""
-    made_from = [Path(m.__file__) for m in (sys.modules[__name__], name_map, vocabulary, writers, nvfp4)]
+    made_from = [
+        Path(m.__file__) for m in (sys.modules[__name__], describe, name_map, parts, vocabulary, writers, nvfp4)
+    ]
     made_from += sorted(vocabulary.EMBEDDED.iterdir())
     digest = hashlib.sha256()
     for path in made_from:

@@ -89,6 +89,7 @@ class Tokenizer:
     Attributes:
         vocab_size: number of known tokens. The model may have more rows; an id beyond decodes to nothing.
         added_tokens: spelling -> id of every token that is matched in text as a whole.
+        unused_ids: ids below vocab_size that stand for nothing.
         special_ids: the added tokens that ``skip_special_tokens`` drops (``<think>`` and the like are not among them).
         eog_ids: ids that end generation, the EOS token first.
         add_bos: whether ``add_special_tokens=True`` puts something in front of the text.
@@ -117,7 +118,7 @@ class Tokenizer:
         self.added_tokens = dict(added_tokens)
         self.special_ids = frozenset(special_ids)
         self._added_ids = frozenset(self.added_tokens.values())
-        self._unused = frozenset(unused_ids)
+        self._unused = self.unused_ids = frozenset(unused_ids)
         self._bytes: dict[int, bytes] = {}
         self.bos_token, self.eos_token, self.pad_token = bos_token, eos_token, pad_token
         self.eog_ids = tuple(dict.fromkeys(int(i) for i in eog_ids))
@@ -206,6 +207,10 @@ class Tokenizer:
 
     def _id_or_none(self, token: str | None) -> int | None:
         return None if token is None else self.token_id(token)
+
+    def state(self) -> dict[str, Any]:
+        """What tokenizer.json would hold: the tokenizers library's own description."""
+        return json.loads(self._full.to_str())
 
     # -- from files ----------------------------------------------------------------------------------------------
 
