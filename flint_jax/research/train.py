@@ -230,13 +230,14 @@ def make_step(
         shape = jax.eval_shape(lambda: jax.value_and_grad(one, has_aux=True)(state.params, first))
         zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), (shape[1], shape[0][1]))
         (gradient, sums), _ = jax.lax.scan(add, zeros, parts) if accumulate > 1 else add(zeros, first)
-        updates, opt = optimizer.update(gradient, state.optimizer, state.params)
-        params = optax.apply_updates(state.params, updates)
+        with jax.numpy_dtype_promotion("standard"):  # optax mixes float32 with its int32 step count
+            updates, opt = optimizer.update(gradient, state.optimizer, state.params)
+            params = optax.apply_updates(state.params, updates)
         metrics = {
             "loss": sums.nll / count,
             "balance": sums.balance / accumulate,
             "tokens": count,
-            "gradient_norm": optax.global_norm(gradient),
+            "gradient_norm": optax.tree.norm(gradient),
             "load": _peak(sums.chosen),
         }
         return TrainState(state.step + 1, params, opt), metrics

@@ -1,0 +1,175 @@
+"""Orbax folders: the weight tree as it is in memory, packed leaves included, restored straight to device shards.
+
+A folder holds config.json, generation_config.json, the tokenizer, the arrays under ``weights/``, and, written last, a
+marker that lists the leaves and every file with its size. Without the marker, or with a file short, nothing loads.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from flint_jax.config import FlintConfig
+from flint_jax.errors import CheckpointError
+from loaders import export, name_map
+from loaders.assemble import LoadReport, Tree, _MemoryWatch
+from pallas_kernels import nvfp4
+
+if TYPE_CHECKING:
+    from loaders.tokenizer import Tokenizer
+
+MARKER = "flint_orbax.json"
+WEIGHTS = "weights"
+VERSION = 1
+Sharding = jax.sharding.Sharding | Callable[[str, jax.ShapeDtypeStruct], jax.sharding.Sharding]
+
+
+@dataclasses.dataclass(frozen=True)
+class OrbaxPlan:
+    """What a folder holds. leaves: stack -> {"kind": plain, packed or scaled, "arrays": {name: [shape, dtype]}}."""
+
+    folder: Path
+    leaves: Mapping[str, Mapping[str, Any]]
+
+    @property
+    def weight_format(self) -> str:
+        """ "bf16", "nvfp4" or "mixed", as of other checkpoints."""
+        kinds = {leaf["kind"] for name, leaf in self.leaves.items() if name not in name_map.PLAIN_ONLY}
+        return "bf16" if kinds == {"plain"} else "nvfp4" if kinds == {"packed"} else "mixed"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays."""
+        arrays = [a for leaf in self.leaves.values() for a in leaf["arrays"].values()]
+        return sum(math.prod(shape) * jnp.dtype(dtype).itemsize for shape, dtype in arrays)
+
+
+def save(
+    path: Path,
+    config: FlintConfig,
+    weights: Mapping[str, Any],
+    *,
+    tokenizer: Tokenizer | None = None,
+    tokenizer_folder: Path | None = None,
+    generation: Mapping[str, Any] | None = None,
+) -> Path:
+    """Write a weight tree as a new folder. Sharded arrays are written by their shards."""
+    import orbax.checkpoint as ocp
+
+    flat, leaves = {}, {}
+    expected = name_map.leaves(config)
+    for name, leaf in weights.items():
+        kind, arrays = _arrays(name, leaf)
+        want = expected[name].full_shape
+        if want != tuple(leaf.shape):
+            raise CheckpointError(f"{name} is {list(leaf.shape)}, the configuration says {list(want)}")
+        leaves[name] = {"kind": kind, "arrays": {k: [list(a.shape), a.dtype.name] for k, a in arrays.items()}}
+        flat |= arrays
+    path = Path(path).absolute()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with export.whole(path) as folder:
+        export.write_sidecars(folder, config, generation or {}, tokenizer, tokenizer_folder)
+        with ocp.StandardCheckpointer() as checkpointer:
+            checkpointer.save(folder / WEIGHTS, flat)
+        files = {str(f.relative_to(folder)): f.stat().st_size for f in sorted(folder.rglob("*")) if f.is_file()}
+        marker = {"version": VERSION, "leaves": leaves, "files": files}
+        (folder / MARKER).write_text(json.dumps(marker, indent=1) + "\n", encoding="utf-8")
+    return path
+
+
+def open_plan(folder: Path, config: FlintConfig) -> OrbaxPlan:
+    """Read the marker; every file must be there with its size, every leaf with its shape. Raises CheckpointError."""
+    try:
+        marker = json.loads((folder / MARKER).read_text("utf-8"))
+        version, leaves, files = marker["version"], marker["leaves"], marker["files"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{folder / MARKER}: damaged ({error}); convert the checkpoint again") from None
+    if version != VERSION:
+        raise CheckpointError(f"{folder / MARKER}: version {version!r}; this program reads {VERSION}")
+    for name, size in files.items():
+        found = (folder / name).stat().st_size if (folder / name).is_file() else None
+        if found != size:
+            what = "missing" if found is None else f"{found} bytes"
+            raise CheckpointError(f"{folder / name}: {what}, need {size} bytes (incomplete copy?)")
+    expected = name_map.leaves(config)
+    wanted = {name for name, leaf in expected.items() if math.prod(leaf.full_shape)}
+    if wanted != set(leaves):
+        odd = ", ".join(sorted(wanted ^ set(leaves)))
+        raise CheckpointError(f"{folder}: the leaves do not fit config.json: {odd}")
+    for name, leaf in leaves.items():
+        shape = tuple(next(iter(leaf["arrays"].values()))[0])
+        logical = (*shape[:-1], shape[-1] * 2) if leaf["kind"] == "packed" else shape
+        if logical != expected[name].full_shape:
+            raise CheckpointError(f"{folder}: {name} is {list(logical)}, need {list(expected[name].full_shape)}")
+    return OrbaxPlan(folder, leaves)
+
+
+def load(
+    plan: OrbaxPlan,
+    config: FlintConfig,
+    *,
+    dtype: str = "bfloat16",
+    router_dtype: str | None = None,
+    sharding: Sharding | None = None,
+) -> tuple[Tree, LoadReport]:
+    """Restore the tree; each device reads its own shards.
+
+    sharding: one for all arrays, or a function of (array name, ShapeDtypeStruct); array names are those of stacks,
+    with ``.codes``, ``.scales``, ``.values`` and ``.global_scale`` for the planes of NVFP4. None: the default device.
+    dtype, router_dtype: as for other checkpoints; "stored" keeps what is there.
+    """
+    import orbax.checkpoint as ocp
+
+    began, memory = time.perf_counter(), _MemoryWatch()
+    if sharding is None:
+        sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    abstract = {}
+    for leaf in plan.leaves.values():
+        for name, (shape, kind) in leaf["arrays"].items():
+            bare = jax.ShapeDtypeStruct(tuple(shape), jnp.dtype(kind))
+            given = sharding if isinstance(sharding, jax.sharding.Sharding) else sharding(name, bare)
+            abstract[name] = jax.ShapeDtypeStruct(bare.shape, bare.dtype, sharding=given)
+    with ocp.StandardCheckpointer() as checkpointer:
+        arrays = checkpointer.restore((plan.folder / WEIGHTS).absolute(), abstract)
+    tree: Tree = {}
+    segments = {name: leaf.segments for name, leaf in name_map.leaves(config).items()}
+    for name, leaf in plan.leaves.items():
+        planes = [arrays.pop(array) for array in leaf["arrays"]]
+        if leaf["kind"] == "packed":
+            tree[name] = nvfp4.Packed(*planes, segments[name])
+        elif leaf["kind"] == "scaled":
+            values = planes[0] if dtype == "stored" else planes[0].astype(dtype)
+            tree[name] = nvfp4.Scaled(values, planes[1], segments[name])
+        else:
+            wanted = {"sinks": "float32", "router": router_dtype or dtype}.get(name, dtype)
+            tree[name] = planes[0] if wanted == "stored" else planes[0].astype(wanted)
+    jax.block_until_ready(tree)
+    return tree, LoadReport(plan.nbytes, time.perf_counter() - began, *memory.peaks())
+
+
+def _arrays(name: str, leaf: Any) -> tuple[str, dict[str, jax.Array]]:
+    if isinstance(leaf, nvfp4.Packed):
+        planes = {"codes": leaf.codes, "scales": leaf.scales, "global_scale": leaf.global_scale}
+        return "packed", {f"{name}.{plane}": array for plane, array in planes.items()}
+    if isinstance(leaf, nvfp4.Scaled):
+        return "scaled", {f"{name}.values": leaf.values_, f"{name}.global_scale": leaf.global_scale}
+    if not isinstance(leaf, jax.Array | np.ndarray):
+        raise CheckpointError(
+            f"{name} is {type(leaf).__name__}: load the model with kernels='xla', and merge adapters first"
+        )
+    return "plain", {name: leaf}
+
+
+def is_orbax(path: str | os.PathLike) -> bool:
+    """Whether a path is a folder with our marker."""
+    return (Path(path) / MARKER).is_file()
