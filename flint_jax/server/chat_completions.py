@@ -26,10 +26,10 @@ from flint_jax.server.chat_run import Ask, Run, Writer, respond
 from flint_jax.server.choices import Piece, Token
 from flint_jax.server.forced import read_format, read_structured
 from flint_jax.server.jobs import Job
-from flint_jax.server.logprobs import chat_logprobs
+from flint_jax.server.logprobs import chat_logprobs, prompt_logprobs
 from flint_jax.server.models import reply_name
 from flint_jax.server.replies import quoted, to_text
-from flint_jax.server.sampling_fields import read_sampling, read_stream_options
+from flint_jax.server.sampling_fields import read_prompt_logprobs, read_sampling, read_stream_options
 from flint_jax.server.state import ServerState
 from flint_jax.server.usage import usage
 
@@ -79,7 +79,13 @@ class ChatWriter(Writer):
         name = reply_name(fields, state)
         stream, usage_chunk, usage_every = read_stream_options(fields, force_usage=state.settings.force_usage)
         top = _top_logprobs(fields, state)
-        sampling = read_sampling(fields, state.served, max_tokens=_max_tokens(fields), logprobs=top)
+        sampling = read_sampling(
+            fields,
+            state.served,
+            max_tokens=_max_tokens(fields),
+            logprobs=top,
+            prompt_logprobs=read_prompt_logprobs(fields, state.settings.max_logprobs, stream=stream),
+        )
         fields.unsupported("functions", hint="use tools")
         fields.unsupported("function_call", allowed=("auto", "none"), hint="use tool_choice")
         fields.unsupported("modalities", allowed=(["text"],), hint="this model writes text only")
@@ -105,7 +111,11 @@ class ChatWriter(Writer):
             for t in await self.run.whole(job)
         ]
         head = {"id": self.run.id, "object": "chat.completion", "created": self._created, "model": self.run.ask.name}
-        return head | {"choices": choices, "usage": self._usage()}
+        reply = head | {"choices": choices, "usage": self._usage()}
+        if self.run.ask.sampling.prompt_logprobs is not None:
+            entries = self.run.choices[0].prompt_logprobs or ()
+            reply["prompt_logprobs"] = prompt_logprobs(self.run.served.tokenizer, entries)
+        return reply
 
     async def frames(self, job: Job) -> AsyncIterator[bytes]:
         """The reply as server-sent events."""

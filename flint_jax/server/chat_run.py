@@ -25,7 +25,7 @@ from flint_jax.server.errors import ApiError
 from flint_jax.server.forced import NAMED, Forced, Structured, constraint
 from flint_jax.server.jobs import Job
 from flint_jax.server.replies import JsonReply
-from flint_jax.server.running import finished, off_loop, pieces
+from flint_jax.server.running import COMPILES, finished, off_loop, pieces
 from flint_jax.server.sampling_fields import Sampling
 from flint_jax.server.state import ServedModel, ServerState
 
@@ -74,8 +74,10 @@ class Run:
     def submit(self, job: Job) -> None:
         """Hand the prompt to the engine, n times. Raises ApiError when it does not fit the context."""
         sampling, ids = self.ask.sampling, self.prompt.ids
+        scores = sampling.prompt_logprobs  # of the first choice only: they are the same for all
         for params in sampling.for_prompt(self.served, ids, param=self.ask.conversation.param):
-            job.submit(ids, params, self.id, constraint=self._held, cache_salt=sampling.salt)
+            job.submit(ids, params, self.id, constraint=self._held, cache_salt=sampling.salt, prompt_logprobs=scores)
+            scores = None
 
     async def pieces(self, job: Job) -> AsyncIterator[Piece | None]:
         """What the choices say, as it comes; None means silence. Problems are logged here and not passed on."""
@@ -166,8 +168,5 @@ async def _prepare(ask: Ask, state: ServerState, kind: type[Writer]) -> Run:
         start=prompt.start,
         thinking=prompt.thinking,
     )
-    held = await off_loop(_COMPILES if forced.must or forced.tools else 0, constraint, served, forced)
+    held = await off_loop(COMPILES if forced.must or forced.tools else 0, constraint, served, forced)
     return Run(served, ask, prompt, held, f"{kind.PREFIX}{uuid.uuid4().hex}", kind.CALL_PREFIX)
-
-
-_COMPILES = 1 << 20  # compiling rules takes as long as encoding a text of this size: not on the loop

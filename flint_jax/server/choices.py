@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 from flint_jax.grammar import Delta, Lexer, State
@@ -11,14 +12,14 @@ from flint_jax.text import Detokenizer, StopStrings
 
 @dataclasses.dataclass
 class Token:
-    """One generated token with its log-probability, for ``logprobs``.
+    """One token with its log-probability, for ``logprobs``; generated, or of the prompt.
 
-    offset: characters of output before this token. top: the alternatives as (token id, log-probability).
-    thought: whether it was spent on thinking.
+    logprob: None for a prompt's first token. offset: characters of output before this token. top: the alternatives as
+    (token id, log-probability). thought: whether it was spent on thinking.
     """
 
     token_id: int
-    logprob: float
+    logprob: float | None
     top: tuple[tuple[int, float], ...]
     offset: int
     thought: bool = False
@@ -85,6 +86,7 @@ class Choice:
         self._characters = 0
         self.completion_tokens = 0
         self.prompt_tokens = self.cached_tokens = 0
+        self.prompt_logprobs: Sequence[Any] | None = None  # one a prompt token, None for the first
         self.finish_reason: str | None = None
 
     @property
@@ -106,6 +108,8 @@ class Choice:
         """The piece for one engine event."""
         piece = Piece(self.index)
         self.prompt_tokens, self.cached_tokens = event.prompt_tokens, event.cached_tokens
+        if event.prompt_logprobs is not None:
+            self.prompt_logprobs = event.prompt_logprobs
         for n, token_id in enumerate(event.token_ids):
             self.completion_tokens += 1
             at = self._characters

@@ -15,16 +15,17 @@ from flint_jax.server import sse
 from flint_jax.server.body import Fields, log_unknown, read_object
 from flint_jax.server.choices import Choice, Piece, Token
 from flint_jax.server.errors import bad_request
-from flint_jax.server.forced import FIELDS
+from flint_jax.server.forced import Forced, constraint, read_format, read_structured
 from flint_jax.server.jobs import Job
-from flint_jax.server.logprobs import completion_logprobs
+from flint_jax.server.logprobs import completion_logprobs, prompt_logprobs, prompt_tokens
 from flint_jax.server.models import reply_name
 from flint_jax.server.replies import JsonReply
-from flint_jax.server.running import encode_text, finished, pieces
+from flint_jax.server.running import COMPILES, encode_text, finished, off_loop, pieces
 from flint_jax.server.sampling_fields import (
     Sampling,
     check_length,
     check_token_id,
+    read_prompt_logprobs,
     read_sampling,
     read_stream_options,
 )
@@ -38,14 +39,21 @@ _IGNORED = frozenset({"user", "store", "metadata", "service_tier", "prompt_cache
 
 @dataclasses.dataclass
 class _Plan:
-    """A checked request."""
+    """A checked request.
+
+    echoes: the text put before each prompt's output, None unless echo. generate: False for max_tokens 0. held: what
+    the output is held to. scores: alternatives to ask the engine for, for each token of the prompts; None for no
+    log-probabilities of the prompts.
+    """
 
     name: str
     prompts: list[list[int]]
-    echoes: list[str]  # the text put before each prompt's output; "" unless echo
+    echoes: list[str] | None
     sampling: Sampling
-    generate: bool  # False for max_tokens 0
+    generate: bool
+    held: Any
     logprobs: int | None
+    scores: int | None
     stream: bool
     usage_chunk: bool
     usage_every: bool
@@ -53,6 +61,11 @@ class _Plan:
     @property
     def n(self) -> int:
         return self.sampling.n
+
+    @property
+    def runs(self) -> bool:
+        """Whether the engine has anything to do."""
+        return self.generate or self.scores is not None
 
 
 async def completions(request: Request) -> Response:
@@ -63,9 +76,9 @@ async def completions(request: Request) -> Response:
     plan = await _read(fields, state, served)
     log_unknown(fields, _IGNORED)
     reply = _Reply(served, plan)
-    job = state.open_job(len(plan.prompts) * plan.n if plan.generate else 0)
+    job = state.open_job(len(plan.prompts) * plan.n if plan.runs else 0)
     try:
-        if plan.generate:
+        if plan.runs:
             reply.submit(job)
     except BaseException:
         job.close()
@@ -83,29 +96,29 @@ async def _read(fields: Fields, state: ServerState, served: ServedModel) -> _Pla
     echo = fields.boolean("echo")
     max_tokens = fields.integer("max_tokens", DEFAULT_MAX_TOKENS, 0)
     logprobs = fields.integer("logprobs", None, 0, state.settings.max_logprobs)
-    if echo and logprobs is not None:
-        raise fields.error(
-            "echo",
-            "together with logprobs asks for the log-probabilities of the prompt, which this server cannot give yet; "
-            "score from Python with flint_jax.load(...).score",
-            "unsupported_parameter",
-        )
     fields.unsupported("suffix")
     fields.unsupported("prompt_embeds")
-    fields.unsupported("response_format", allowed=({"type": "text"},))
-    for field in FIELDS:
-        fields.unsupported(field)
-    sampling = read_sampling(fields, served, max_tokens=max_tokens or None, logprobs=logprobs)
+    sampling = read_sampling(
+        fields,
+        served,
+        max_tokens=max_tokens or None,
+        logprobs=logprobs,
+        prompt_logprobs=read_prompt_logprobs(fields, state.settings.max_logprobs, stream=stream),
+    )
+    wanted = (sampling.prompt_logprobs, logprobs if echo else None)
+    scores = max((n for n in wanted if n is not None), default=None)
+    forced = Forced(format=read_format(fields), structured=read_structured(fields), thinking=False)
+    held = await off_loop(COMPILES if forced.must else 0, constraint, served, forced)
     given = _prompts(fields, served)
     if len(given) * sampling.n > _MAX_CHOICES:
         raise fields.error("prompt", f"has {len(given)} prompts of {sampling.n} choices; at most {_MAX_CHOICES} in all")
     special = fields.boolean("add_special_tokens", True)
     prompts = [await encode_text(served, p, special) if isinstance(p, str) else p for p in given]
     for ids in prompts:
-        if not ids and max_tokens:
+        if not ids and (max_tokens or scores is not None):
             raise fields.error("prompt", "is empty: there is no token to continue from")
         check_length(served, len(ids), wanted=1 if max_tokens else 0, param="prompt")
-    echoes = [""] * len(given)
+    echoes = None
     if echo:
         echoes = [p if isinstance(p, str) else served.tokenizer.decode(p) for p in given]
     return _Plan(
@@ -114,7 +127,9 @@ async def _read(fields: Fields, state: ServerState, served: ServedModel) -> _Pla
         echoes=echoes,
         sampling=sampling,
         generate=max_tokens > 0,
+        held=held,
         logprobs=logprobs,
+        scores=scores,
         stream=stream,
         usage_chunk=usage_chunk,
         usage_every=usage_every,
@@ -156,21 +171,34 @@ class _Reply:
 
     def submit(self, job: Job) -> None:
         """Hand every prompt to the engine, n times."""
-        for ids in self._plan.prompts:
-            for params in self._plan.sampling.for_prompt(self._served, ids, param="prompt"):
-                job.submit(ids, params, self._head["id"], cache_salt=self._plan.sampling.salt)
+        plan = self._plan
+        extras = {
+            "cache_salt": plan.sampling.salt,
+            "constraint": plan.held,
+            "prompt_logprobs": plan.scores,
+            "generate": None if plan.generate else False,
+        }
+        for ids in plan.prompts:
+            for params in plan.sampling.for_prompt(self._served, ids, param="prompt", generate=plan.generate):
+                job.submit(ids, params, self._head["id"], **extras)
 
     async def whole(self, job: Job) -> dict[str, Any]:
         """The reply in one object."""
         texts = [self._echo(c.index) for c in self._choices]
-        tokens: list[list[Token]] = [[] for _ in self._choices]
+        tokens: list[list[Token]] = [[] for _ in self._choices]  # generated ones
         ends: list[Piece] = [Piece(c.index, finish_reason="length") for c in self._choices]
         async for piece in finished(self._pieces(job)):
             texts[piece.index] += piece.content
             tokens[piece.index] += piece.tokens
             if piece.finish_reason:
                 ends[piece.index] = piece
-        choices = [self._choice(end, text, toks) for end, text, toks in zip(ends, texts, tokens, strict=True)]
+        choices = [
+            self._choice(end, text, self._prompt_tokens(end.index) + toks)
+            for end, text, toks in zip(ends, texts, tokens, strict=True)
+        ]
+        if self._plan.sampling.prompt_logprobs is not None:
+            for choice, made in zip(choices, self._choices, strict=True):
+                choice["prompt_logprobs"] = prompt_logprobs(self._served.tokenizer, made.prompt_logprobs or ())
         return self._head | {"choices": choices, "usage": self._usage()}
 
     async def frames(self, job: Job) -> AsyncIterator[bytes]:
@@ -180,18 +208,19 @@ class _Reply:
             if piece is None:
                 yield sse.KEEP_ALIVE
                 continue
-            text = piece.content
+            text, tokens = piece.content, piece.tokens
             if piece.index not in begun:
                 begun.add(piece.index)
                 text = self._echo(piece.index) + text
-            if text or piece.tokens or piece.finish_reason:
-                yield self._chunk([self._choice(piece, text, piece.tokens)])
+                tokens = self._prompt_tokens(piece.index) + tokens
+            if text or tokens or piece.finish_reason:
+                yield self._chunk([self._choice(piece, text, tokens)])
         if self._plan.usage_chunk:
             yield sse.event(self._head | {"choices": [], "usage": self._usage()})
         yield sse.DONE
 
     def _pieces(self, job: Job) -> AsyncIterator[Piece | None]:
-        if self._plan.generate:
+        if self._plan.runs:
             return pieces(job, self._choices)
         return _no_output(self._choices)
 
@@ -214,7 +243,18 @@ class _Reply:
         return choice
 
     def _echo(self, index: int) -> str:
-        return self._plan.echoes[index // self._plan.n]
+        return "" if self._plan.echoes is None else self._plan.echoes[index // self._plan.n]
+
+    def _prompt_tokens(self, index: int) -> list[Token]:
+        """Those of the echoed prompt, once its log-probabilities are there."""
+        plan = self._plan
+        if plan.echoes is None or plan.logprobs is None:
+            return []
+        entries = [
+            e and dataclasses.replace(e, top=e.top[: plan.logprobs]) for e in self._choices[index].prompt_logprobs
+        ]
+        ids = plan.prompts[index // plan.n]
+        return prompt_tokens(self._served.tokenizer, ids, entries, self._echo(index))
 
     def _usage(self) -> dict[str, Any]:
         return usage([len(p) for p in self._plan.prompts], self._choices, self._plan.n, thoughts=False)

@@ -26,11 +26,7 @@ AUTO, NONE, REQUIRED, NAMED = "auto", "none", "required", "named"
 class ToolChoice:
     """Whether the model may or must call.
 
-        mode: # vLLM's fields for other formats, and the older names of its kinds
-    FIELDS = ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
-    KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
-
-    AUTO, NONE, REQUIRED or NAMED. name: of the function, when NAMED. allowed: names of the functions that may be
+    mode: AUTO, NONE, REQUIRED or NAMED. name: of the function, when NAMED. allowed: names of the functions that may be
         called; None for all.
     """
 

@@ -96,6 +96,8 @@ def load(settings: ModelSettings, progress: Callable[[str], None]) -> ServedMode
     generation = dict(lm.generation) if settings.use_generation_config else _NEUTRAL
     generation = {**generation, **settings.override_generation}
     sampling.resolve(_silent(sampling.SamplingParams), generation)  # a bad generation config is refused now
+    progress("preparing grammars")
+    constrain = _constrain(lm)
     progress("sizing the KV cache")
     bar = _CompileBar(progress)
     engine = lm.make_engine(
@@ -121,8 +123,20 @@ def load(settings: ModelSettings, progress: Callable[[str], None]) -> ServedMode
         resolve=sampling.resolve,
         vocab_size=lm.config.vocab_size,
         max_num_seqs=engine.stats()["slots"],
+        constrain=constrain,
         compilations=counted,
     )
+
+
+def _constrain(lm: Any) -> Callable[[Any], Any] | None:
+    """What holds output to a grammar; None where llguidance is missing or the vocabulary has no end token."""
+    try:
+        from flint_jax.guided import Compiler, Vocabulary
+
+        return Compiler(Vocabulary(lm.tokenizer, lm.config.vocab_size, lm.eos_ids))
+    except (ImportError, FlintError) as e:
+        logging.getLogger("flint_jax.server").warning("no structured output and no forced tool calls: %s", e)
+        return None
 
 
 class _CompileBar:

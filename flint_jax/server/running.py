@@ -14,6 +14,8 @@ from flint_jax.server.state import ServedModel
 
 _INLINE_CHARACTERS = 4096  # encoding this much takes under 2 ms; longer texts would stall the other streams
 
+COMPILES = 1 << 20  # compiling rules takes as long as encoding a text of this size: not on the loop
+
 # One thread: the order of arrival is kept, and the engine's thread keeps its core.
 _encoder = ThreadPoolExecutor(max_workers=1, thread_name_prefix="encode")
 

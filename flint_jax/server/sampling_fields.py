@@ -24,14 +24,16 @@ class Sampling:
     text: TextOptions
     n: int
     salt: str | None = None  # ``cache_salt``: only requests with the same one share cached prefixes
+    prompt_logprobs: int | None = None  # alternatives to report for each token of the prompt
 
-    def for_prompt(self, served: ServedModel, prompt_ids: list[int], *, param: str) -> list[Any]:
+    def for_prompt(self, served: ServedModel, prompt_ids: list[int], *, param: str, generate: bool = True) -> list[Any]:
         """Settings of the ``n`` engine requests for one prompt, ``max_tokens`` cut to the room that is left.
 
+        generate: False for a prompt that is only read, and needs no room for output.
         Raises ApiError 400 ``context_length_exceeded`` when there is no room for a single token.
         """
-        room = served.max_model_len - len(prompt_ids)
-        check_length(served, len(prompt_ids), wanted=1, param=param)
+        room = max(served.max_model_len - len(prompt_ids), 1)
+        check_length(served, len(prompt_ids), wanted=int(generate), param=param)
         wanted = self.params.max_tokens
         tokens = room if wanted is None else min(wanted, room)
         fitted = self.params.replace(max_tokens=tokens, min_tokens=min(self.params.min_tokens, tokens))
@@ -62,12 +64,14 @@ def read_sampling(
     *,
     max_tokens: int | None,
     logprobs: int | None = None,
+    prompt_logprobs: int | None = None,
     stop: str = "stop",
     one: bool = False,
 ) -> Sampling:
     """Sampling settings of a request; what it leaves out comes from the model's own defaults.
 
-    max_tokens, logprobs: already read by the endpoint, since endpoints name and default them differently.
+    max_tokens, logprobs, prompt_logprobs: already read by the endpoint, since endpoints name and default them
+        differently, or lack them.
     stop: name of the field with stop strings. one: this protocol knows one choice only.
     Raises ApiError or RequestError, both naming the field.
     """
@@ -97,7 +101,8 @@ def read_sampling(
     # Fields of vLLM that change the output and that we lack: refusing beats ignoring.
     fields.unsupported("best_of", allowed=(n,), hint="ask for n choices instead")
     fields.unsupported("use_beam_search")
-    fields.unsupported("prompt_logprobs")
+    if prompt_logprobs is None:
+        fields.unsupported("prompt_logprobs")
     fields.unsupported("bad_words")
     fields.unsupported("allowed_token_ids")
     fields.unsupported("logits_processors")
@@ -108,7 +113,15 @@ def read_sampling(
         include_stop=fields.boolean("include_stop_str_in_output"),
         skip_special_tokens=fields.boolean("skip_special_tokens", True),
     )
-    return Sampling(served.resolve(params, served.generation), text, n, _cache_salt(fields))
+    return Sampling(served.resolve(params, served.generation), text, n, _cache_salt(fields), prompt_logprobs)
+
+
+def read_prompt_logprobs(fields: Fields, most: int, *, stream: bool) -> int | None:
+    """vLLM's ``prompt_logprobs``: alternatives for each token of the prompt, 0 to ``most``. Raises ApiError."""
+    wanted = fields.integer("prompt_logprobs", None, 0, most)
+    if wanted is not None and stream:
+        raise fields.error("prompt_logprobs", "come with whole replies only; leave stream out")
+    return wanted
 
 
 def _cache_salt(fields: Fields) -> str | None:

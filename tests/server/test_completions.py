@@ -121,13 +121,6 @@ def test_no_tokens_at_all(server, echo):
     assert server.post("/v1/completions", {"prompt": [*whole_context, 5], "max_tokens": 0}).status_code == 400
 
 
-def test_prompt_scores_are_refused_by_name(server):
-    response = server.post("/v1/completions", {"prompt": "ab", "echo": True, "logprobs": 1, "max_tokens": 0})
-    assert response.status_code == 400
-    assert response.json()["error"]["param"] == "echo"
-    assert "log-probabilities of the prompt" in response.json()["error"]["message"]
-
-
 def test_think_tags_are_plain_text_here(server):
     server.says("<think>a</think>b")
     assert complete(server)["choices"][0]["text"] == "<think>a</think>b"
