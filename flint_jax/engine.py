@@ -367,11 +367,11 @@ class Engine:
         return not request.ended and request.epoch == epoch and request.slot is not None
 
     def _sync_tables(self, moved: Sequence[Request]) -> None:
-        """Send the block tables when a page changed hands."""
+        """Send the block tables of requests whose pages changed."""
         for request in moved:
-            self._tables[request.slot, : len(request.pages)] = request.pages
-        if moved:
-            self.steps.set_tables(self._tables.copy())
+            row = self._tables[request.slot]
+            row[: len(request.pages)] = request.pages
+            self.steps.set_table(request.slot, row.copy())
 
     def _read(self, result: _Result) -> None:
         tokens = np.asarray(result.tokens)

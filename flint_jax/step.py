@@ -176,6 +176,10 @@ def _release(state: State, slot) -> State:
     return dataclasses.replace(state, active=state.active.at[slot].set(False))
 
 
+def _set_table(tables, slot, row):
+    return tables.at[slot].set(row)
+
+
 class Steps:
     """The compiled steps of one model, and the device state they pass along.
 
@@ -207,6 +211,7 @@ class Steps:
         self._rows: dict[tuple[int, ...], Array] = {}
         self._admit = jax.jit(_admit, donate_argnums=0)
         self._release = jax.jit(_release, donate_argnums=0)
+        self._set_table = jax.jit(_set_table, donate_argnums=0)
         # Apart from the state: no decode step has to carry them.
         self.snapshots = snapshots.Snapshots.create(model.config, sizes.snapshots, model.numerics.dtype)
         self._save = jax.jit(snapshots.save, donate_argnums=0)
@@ -250,6 +255,9 @@ class Steps:
             **{("score", c): functools.partial(self._lower_score, c) for c in self.sizes.chunks},
             ("admit", 0): lambda: self._admit.lower(self.state, slot, row, slot),
             ("release", 0): lambda: self._release.lower(self.state, slot),
+            ("table", 0): lambda: self._set_table.lower(
+                self.tables, slot, jax.ShapeDtypeStruct(self.tables.shape[1:], jnp.int32)
+            ),
         }
         if self.sizes.snapshots:
             cache = self.state.cache
@@ -292,6 +300,11 @@ class Steps:
         """Replace the block tables (host int32 [slots, width])."""
         # device_put, not jnp.asarray: that compiles a program, and compiling evicts every captured CUDA graph.
         self.tables = jax.device_put(np.asarray(tables, np.int32))
+
+    def set_table(self, slot: int, row: np.ndarray) -> None:
+        """Replace the block table of one slot (host int32 [width]) where it is: no address changes."""
+        run = self._compiled.get(("table", 0), self._set_table)
+        self.tables = run(self.tables, np.int32(slot), row)
 
     def admit(self, slot: int, row: SlotRow, limit: int) -> None:
         """Give a slot to a request; it goes live with the final prefill chunk."""

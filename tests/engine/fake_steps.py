@@ -69,8 +69,8 @@ class FakeSteps:
 
     # -- what the engine calls -------------------------------------------------------------------------------------
 
-    def set_tables(self, tables) -> None:
-        self.tables = np.array(tables)
+    def set_table(self, slot: int, row) -> None:
+        self.tables[slot] = row
 
     def admit(self, slot: int, row, limit: int) -> None:
         stops = frozenset(int(t) for t in row.wholes[3:] if t >= 0) if row is not None else frozenset()

@@ -42,6 +42,7 @@ def test_no_compilation_after_compile(steps):
         for _ in range(3):
             tokens, logits = steps.decode([0])
             steps.logprobs(logits, tokens)
+        steps.set_table(1, tables[0])
         steps.save(0, 2)
         steps.restore(2, 1)
         steps.copy_page(3, 5)
@@ -91,13 +92,21 @@ def test_copies_for_the_prefix_cache_are_in_place(steps, kind):
 
 def test_the_prefix_caches_copies_leave_every_address(steps):
     def addresses():
-        return [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves((steps.state.cache, steps.snapshots))]
+        leaves = jax.tree.leaves((steps.state.cache, steps.snapshots, steps.tables))
+        return [leaf.unsafe_buffer_pointer() for leaf in leaves]
 
-    steps.save(0, 1)
+    steps.set_table(0, np.zeros(steps.tables.shape[1], np.int32))
     before = addresses()
-    for call in (lambda: steps.save(1, 0), lambda: steps.restore(1, 1), lambda: steps.copy_page(1, 2)):
+    row = np.arange(steps.tables.shape[1], dtype=np.int32) % 24
+    for call in (
+        lambda: steps.save(1, 0),
+        lambda: steps.restore(1, 1),
+        lambda: steps.copy_page(1, 2),
+        lambda: steps.set_table(1, row),
+    ):
         call()
         assert addresses() == before
+    np.testing.assert_array_equal(np.asarray(steps.tables), [np.zeros_like(row), row])
 
 
 def test_snapshots_and_pages_are_copied_whole(steps):
