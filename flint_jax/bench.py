@@ -243,10 +243,10 @@ def _last_state(steps: Steps, cache, positions, model: Flint, batch: int):
     return State(
         cache=cache,
         sampling=sampling.SlotSampling.empty(batch, model.config.vocab_size),
-        token=jnp.arange(batch, dtype=jnp.int32),
-        position=positions,
-        limit=jnp.full((batch,), 2**30, jnp.int32),
-        active=jnp.ones((batch,), bool),
+        progress=jnp.stack(
+            [jnp.arange(batch, dtype=jnp.int32), positions, jnp.full_like(positions, 2**30), jnp.ones_like(positions)],
+            1,
+        ),
         exchange=decode.new_exchange(model.config),
     )
 

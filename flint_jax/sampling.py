@@ -24,12 +24,11 @@ import numpy as np
 
 from flint_jax.errors import ConfigError, RequestError
 from pallas_kernels.sample import api as sample_kernel
+from pallas_kernels.sample.shapes import GREEDY_BELOW, LOWEST_TEMPERATURE, MAX_STOP_IDS
+from pallas_kernels.sample.shapes import WHOLES as _WHOLES
 
-MAX_STOP_IDS = 16  # token ids that can end one request on the device, the model's own end tokens included
 MAX_LOGPROBS = 20  # alternatives reported per token; the limit of OpenAI's chat API
 MAX_CHOICES = 128  # ``n``; the limit of OpenAI's API
-GREEDY_BELOW = 1e-5  # a temperature under this is greedy
-LOWEST_TEMPERATURE = 0.01  # one between GREEDY_BELOW and this is raised to it
 HIGHEST_TEMPERATURE = 1e6  # one above counts as this: uniform for any real logits, and float32 still orders them
 
 # What Flint recommends, for whatever a checkpoint's generation config leaves out.
@@ -182,9 +181,6 @@ def resolve(params: SamplingParams, generation: Mapping[str, Any]) -> SamplingPa
 
 
 # -- what the device keeps for each slot -----------------------------------------------------------------------------
-
-_REALS = ("temperature", "top_p", "min_p", "repetition", "presence", "frequency")
-_WHOLES = ("top_k", "min_tokens", "generated")  # columns of ``wholes`` before the stop ids
 
 
 @jax.tree_util.register_dataclass
@@ -383,30 +379,25 @@ def sample(
 
 
 def fast_path(params: Iterable[SamplingParams]) -> bool:
-    """Whether ``sample_fast`` takes a batch of resolved requests: nothing adjusted, and few candidates in every row."""
+    """Whether ``advance`` takes a batch of resolved requests: nothing adjusted, and few candidates in every row."""
     params = tuple(params)
     few = all(p.greedy or 1 <= p.top_k <= sample_kernel.MAX_TOP_K for p in params)
     return few and not needs(params)["adjusted"]
 
 
-def sample_fast(
-    logits: jax.Array, rows: SlotSampling, position: jax.Array, tile_max: jax.Array | None = None
-) -> jax.Array:
-    """The tokens of ``sample`` for rows within ``fast_path``, without a sort of the vocabulary.
+def advance(
+    state: SlotSampling, logits: jax.Array, tile_max: jax.Array | None, slots: jax.Array, progress: jax.Array
+) -> tuple[SlotSampling, jax.Array]:
+    """The tokens of ``sample`` for requests within ``fast_path``, and all that follows from them for their slots.
 
-    tile_max: float32 [B, V/16], the largest logit of each 16 (the head's kernel gives it).
+    logits: float32 [B, V]. tile_max: float32 [B, V/16], the largest logit of each 16 (the head's kernel gives it).
+    slots: int32 [B], distinct, out of range for padding. progress: int32 [S, 4], see ``pallas_kernels.sample``; what
+    is not active there stays as it is. Returns (state, progress): one kernel on a GPU. Donate both.
     """
-    return sample_kernel.sample(
-        logits,
-        temperature=jnp.maximum(rows.temperature, LOWEST_TEMPERATURE),
-        top_k=rows.top_k,
-        top_p=rows.top_p,
-        min_p=rows.min_p,
-        key=rows.key,
-        position=position,
-        greedy=rows.temperature < GREEDY_BELOW,
-        tile_max=tile_max,
+    moved = sample_kernel.advance(
+        logits, tile_max, slots, state.reals, state.key, state.wholes, progress, state.out_count
     )
+    return dataclasses.replace(state, wholes=moved.wholes, out_count=moved.out_count), moved.progress
 
 
 def support(logits: jax.Array, rows: SlotSampling) -> jax.Array:

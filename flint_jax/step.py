@@ -18,28 +18,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from flint_jax import decode, prompt_scores, redraw, sampling, snapshots
 from flint_jax.cache import CachedAttention, KVCache, table_width
 from flint_jax.model import Flint
 from flint_jax.sampling import SlotRow, SlotSampling
+from pallas_kernels.sample.shapes import PROGRESS
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class State:
-    """Device state of S slots. token: drawn but not yet in the cache; position: where it belongs; all int32/bool [S].
-
-    limit: position at which a slot ends (its token there is drawn, nothing after it). exchange: see ``decode``.
+    """Device state of S slots. progress: columns ``PROGRESS``, one array because a step's host cost is per leaf and a
+    kernel moves a slot on by one store; read as ``state.token`` and so on, int32/bool [S]. token: drawn but not yet in
+    the cache; position: where it belongs; limit: position at which a slot ends (its token there is drawn, nothing
+    after it); active: whether it runs. exchange: see ``decode``.
     """
 
     cache: KVCache
     sampling: SlotSampling
-    token: Int[Array, " S"]
-    position: Int[Array, " S"]
-    limit: Int[Array, " S"]
-    active: Bool[Array, " S"]
+    progress: Int[Array, "S 4"]
     exchange: Int[Array, " W"]
 
     @classmethod
@@ -48,12 +47,25 @@ class State:
         return cls(
             cache=KVCache.create(model.config, slots, pages, model.numerics.dtype),
             sampling=SlotSampling.empty(slots, model.config.vocab_size),
-            token=jnp.zeros((slots,), jnp.int32),
-            position=jnp.zeros((slots,), jnp.int32),
-            limit=jnp.zeros((slots,), jnp.int32),
-            active=jnp.zeros((slots,), bool),
+            progress=jnp.zeros((slots, len(PROGRESS)), jnp.int32),
             exchange=decode.new_exchange(model.config),
         )
+
+    token = property(lambda self: self._column("token"))
+    position = property(lambda self: self._column("position"))
+    limit = property(lambda self: self._column("limit"))
+    active = property(lambda self: self._column("active") > 0)
+
+    def _column(self, name: str) -> Int[Array, " S"]:
+        return self.progress[:, PROGRESS.index(name)]
+
+    def put(self, slots, **columns) -> State:
+        """The state with columns of ``progress`` replaced in ``slots`` (an index of it); out of range is dropped."""
+        progress = self.progress
+        for name, value in columns.items():
+            value = jnp.asarray(value).astype(jnp.int32)
+            progress = progress.at[slots, PROGRESS.index(name)].set(value, mode="drop")
+        return dataclasses.replace(self, progress=progress)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,13 +129,14 @@ def _decode(weights, state: State, scratch, tables, slots, *, merge, fast=False)
         kv = CachedAttention(model.config, model.numerics, state.cache, tables, slots, start, live.astype(jnp.int32), 1)
         logits, tile_max = model.logits(model.hidden(tokens[:, None], kv)[:, 0]), None
         cache, exchange = kv.cache, state.exchange
-    rows = state.sampling.gather(safe)
     if fast:
-        token = sampling.sample_fast(logits, rows, start + 1, tile_max)
+        moved, progress = sampling.advance(state.sampling, logits, tile_max, slots, state.progress)
+        state = dataclasses.replace(state, sampling=moved, progress=progress)
     else:
-        token = sampling.sample(logits, rows, start + 1)
+        rows = state.sampling.gather(safe)
+        state = _commit(state, rows, slots, sampling.sample(logits, rows, start + 1), start + 1, live)
     state = dataclasses.replace(state, cache=cache, exchange=exchange)
-    return _commit(state, rows, slots, token, start + 1, live), logits.reshape(scratch.shape)
+    return state, logits.reshape(scratch.shape)
 
 
 def _redraw(state: State, logits, rows, masks, chosen, *, fast=False):
@@ -144,9 +157,9 @@ def _score(weights, hidden, targets, *, merge):
     return prompt_scores.score(merge(weights), hidden, targets, k=sampling.MAX_LOGPROBS)
 
 
-def _peek(tokens, slots):
+def _peek(progress, slots):
     """Last drawn token of each row, in a buffer of its own: the host reads it while the next step runs."""
-    return tokens.at[slots].get(mode="clip")
+    return progress[:, PROGRESS.index("token")].at[slots].get(mode="clip")
 
 
 def _commit(state: State, rows: SlotSampling, slots, token, position, live) -> State:
@@ -154,26 +167,17 @@ def _commit(state: State, rows: SlotSampling, slots, token, position, live) -> S
     total = state.token.shape[0]
     slots = jnp.where(live, slots, total)
     done = sampling.stopped(rows, token) | (position >= state.limit.at[slots].get(mode="clip")) | (token < 0)
-    return dataclasses.replace(
-        state,
-        token=state.token.at[slots].set(token, mode="drop"),
-        position=state.position.at[slots].set(position, mode="drop"),
-        active=state.active.at[slots].set(~done, mode="drop"),
-        sampling=sampling.update(state.sampling, slots, token, live & (slots < total)),
-    )
+    moved = sampling.update(state.sampling, slots, token, live & (slots < total))
+    return dataclasses.replace(state, sampling=moved).put(slots, token=token, position=position, active=~done)
 
 
 def _admit(state: State, slot, row: SlotRow, limit) -> State:
-    return dataclasses.replace(
-        state,
-        sampling=sampling.admit(state.sampling, slot, row),
-        limit=state.limit.at[slot].set(limit),
-        active=state.active.at[slot].set(False),
-    )
+    admitted = dataclasses.replace(state, sampling=sampling.admit(state.sampling, slot, row))
+    return admitted.put(slot, limit=limit, active=False)
 
 
 def _release(state: State, slot) -> State:
-    return dataclasses.replace(state, active=state.active.at[slot].set(False))
+    return state.put(slot, active=False)
 
 
 def _set_table(tables, slot, row):
@@ -277,7 +281,7 @@ class Steps:
         return time.monotonic() - begin
 
     def _lower_peek(self, batch: int) -> jax.stages.Lowered:
-        return self._peek.lower(self.state.token, jax.ShapeDtypeStruct((batch,), jnp.int32))
+        return self._peek.lower(self.state.progress, jax.ShapeDtypeStruct((batch,), jnp.int32))
 
     def _lower_logprobs(self, batch: int) -> jax.stages.Lowered:
         logits = jax.ShapeDtypeStruct((batch, self.config.vocab_size), jnp.float32)
@@ -371,7 +375,7 @@ class Steps:
         self.state, logits = run(self.weights, self.state, scratch, self.tables, rows)
         self._scratch[size] = logits
         peek = self._compiled.get(("peek", size), self._peek)
-        return peek(self.state.token, rows), logits
+        return peek(self.state.progress, rows), logits
 
     def redraw(
         self,
