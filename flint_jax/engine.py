@@ -196,8 +196,8 @@ class Engine:
     def start(self) -> None:
         """Run in a thread of its own until ``stop``."""
         self._thread = threading.Thread(target=self._run, name="flint-engine", daemon=True)
+        self.ready = True  # before it runs, as it may fail at once
         self._thread.start()
-        self.ready = True
 
     def stop(self) -> None:
         """End every request (finish_reason "abort") and join the thread."""
