@@ -22,6 +22,9 @@ from flint_jax.numerics import SCALED, Adapted, Matrix, Numerics, project, silu
 # Gathered weights are materialised, in the compute dtype: three full-size bf16 tokens' worth.
 GATHER_BYTES = 128 << 20
 BLOCK = 64  # tokens of one expert that are multiplied together in the block path
+# In training, up to this many times the chosen experts' products: all experts on all tokens are plain matrix products,
+# while the gradient of gathered weights is a scatter with thousands of collisions.
+EVERYWHERE = 4
 
 
 # Bytes of expert weights that the block path may gather at once; None: as serving does it.
@@ -69,8 +72,12 @@ def experts(
     flat = _flatten_experts(gate_up), _flatten_experts(down)
     ids = routing.ids + layer * gate_up.shape[1]
     small = tokens * active * per_pair <= GATHER_BYTES and _grouped.get() is None
-    run = _gathered if small else functools.partial(_blocked, per_layer=gate_up.shape[1])
-    y = each(run(x, ids, *flat, numerics)).astype(jnp.float32)
+    if _grouped.get() is not None and gate_up.shape[1] <= EVERYWHERE * active and not isinstance(gate_up, Adapted):
+        y = _everywhere(x, routing.ids, *(jax.tree.map(lambda a: a[layer], w) for w in (gate_up, down)), numerics)
+    else:
+        run = _gathered if small else functools.partial(_blocked, per_layer=gate_up.shape[1])
+        y = run(x, ids, *flat, numerics)
+    y = each(y).astype(jnp.float32)
     # float32 sum in rank order, one rounding.
     total = jnp.zeros((tokens, x.shape[1]), jnp.float32)
     for rank in range(active):
@@ -112,6 +119,15 @@ def _gathered(x, ids, gate_up, down, numerics) -> Float[Array, "M A D"]:
     repeated = jnp.repeat(x, active, axis=0, total_repeat_length=tokens * active)
     act = _activate(_batched_project(repeated, gate_up[pairs]), numerics)
     return numerics.round(_batched_project(act, down[pairs])).reshape(tokens, active, -1)
+
+
+def _everywhere(x, ids, gate_up, down, numerics) -> Float[Array, "M A D"]:
+    """Every expert of the layer [E, ...] on every token, then the chosen ones."""
+    act = _activate(jax.vmap(lambda w: project(x, w))(gate_up), numerics)
+    y = numerics.round(jax.vmap(project)(act, down))
+    chosen = jax.nn.one_hot(ids, y.shape[0], dtype=y.dtype)
+    # One factor is 1, the others 0: exact in any dtype.
+    return numerics.round(jnp.einsum("mae,emd->mad", chosen, y, preferred_element_type=jnp.float32))
 
 
 def _blocked(x, ids, gate_up, down, numerics, per_layer) -> Float[Array, "M A D"]:

@@ -22,8 +22,9 @@ from jaxtyping import Array, Bool, Float, Int
 from flint_jax import moe
 from flint_jax.config import FlintConfig
 from flint_jax.errors import CheckpointError, RequestError
-from flint_jax.model import Flint, WholeSequence, add_norm
+from flint_jax.model import Flint, add_norm
 from flint_jax.numerics import Numerics
+from flint_jax.research.attention import TrainingSequence
 from flint_jax.sites import recording
 from flint_jax.weights import shapes
 
@@ -94,7 +95,7 @@ def _complete(batch: Batch) -> Batch:
 
 
 def _hidden(model: Flint, batch: Batch, remat: bool):
-    kv = WholeSequence(model.config, model.numerics, batch.tokens.shape, batch.lengths)
+    kv = TrainingSequence(model.config, model.numerics, batch.tokens.shape, batch.lengths)
 
     def run(block, residual, branch):
         routing = {}
