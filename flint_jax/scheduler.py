@@ -450,7 +450,8 @@ class Scheduler:
         return True
 
     def _preempt(self, request: Request, ops: list[Op]) -> None:
-        self._save(request, ops)
+        # Up to a whole page: the rest of its last page is what the others need first, or the snapshot would go at once.
+        self._save(request, ops, whole_pages=True)
         self._to_queue(request)
         self.preemptions += 1
 
@@ -460,7 +461,7 @@ class Scheduler:
         self._strip(request)
         self.waiting.appendleft(request)
 
-    def _save(self, request: Request, ops: list[Op], *, passing: bool = False) -> None:
+    def _save(self, request: Request, ops: list[Op], *, passing: bool = False, whole_pages: bool = False) -> None:
         """Leave what the request has in its pages and rings to the prefix cache."""
         if request.decoding:
             # The last token read is not in the cache for sure, those being drawn may be in it already.
@@ -469,6 +470,8 @@ class Scheduler:
         else:
             high = end = request.prefilled
         end = max(end, request.stale)
+        if whole_pages:
+            high -= high % self.page_size
         snapshot = self.cache.insert(
             request.salt, request.span, request.pages, high, end, trail=request.trail, passing=passing
         )

@@ -212,6 +212,40 @@ def test_the_youngest_gives_way_and_comes_back_whole():
     assert young.output == solo(young)
 
 
+def test_a_preempted_request_comes_before_those_that_wait():
+    rig = Rig(slots=2, pages=5, chunks=(8,), budget=16, snapshots=0, lag=0)
+    requests = [rig.add(Request(f"r{i}", (i,) * 4, 14)) for i in range(3)]
+    order = []
+    while rig.step():
+        order += rig.plan.admitted
+    assert rig.scheduler.preemptions
+    assert order.index(requests[2]) == len(order) - 1
+
+
+def test_nobody_is_admitted_only_to_be_preempted():
+    """A newcomer leaves each running request the page that it may need next."""
+    rig = Rig(slots=2, pages=4, snapshots=0, lag=0)
+    requests = [rig.add(Request(f"r{i}", (i,) * 4, 14)) for i in range(2)]
+    rig.step()
+    assert rig.plan.admitted == (requests[0],)
+    rig.run()
+    assert rig.scheduler.preemptions == 0
+
+
+def test_a_stream_of_short_prompts_does_not_starve_a_long_one():
+    rig = Rig(slots=4, pages=200, chunks=(8,), snapshots=0, lag=0)
+    long = rig.add(Request("long", (1,) * 160, 161))
+    shorts = 0
+    while not long.ended:
+        while len(rig.alive) < 6:
+            rig.add(Request(f"short{shorts}", (2,) * 8, 9))
+            shorts += 1
+        rig.step()
+    assert rig.rounds <= 2 * 160 // 8 + 1
+    assert shorts > 15
+    rig.run()
+
+
 def test_a_long_prompt_does_not_hold_up_a_short_one_nor_the_other_way_round():
     rig = Rig(slots=2, pages=100, chunks=(8,), snapshots=0, lag=0)
     long = rig.add(Request("long", (1,) * 160, 161))
