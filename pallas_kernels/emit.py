@@ -28,6 +28,7 @@ from jaxlib.mlir.dialects import arith, llvm, scf
 # what every step reads again: norm weights, scales, the kernels' own code.
 STREAM = "ld.global.L1::no_allocate.L2::cache_hint.L2::256B"
 CACHED = "ld.global"
+COHERENT = "ld.relaxed.gpu.global"  # what another block of the same launch wrote
 _EVICT_FIRST = "createpolicy.fractional.L2::evict_first.b64 policy, 1.0;"  # a constant by the time it runs
 
 
