@@ -9,7 +9,7 @@ from typing import Any
 from flint_jax.errors import RequestError
 from flint_jax.grammar.tags import CALL, END_CALL, END_KEY, KEY, VALUE
 from flint_jax.guided.terms import Rules, literal, one_of
-from flint_jax.guided.values import resolve, value_rule
+from flint_jax.guided.values import resolved, value_rule
 
 _FREE_KEY = r"/[^<>\s]{1,64}/"
 _MAX_UNORDERED = 64  # the grammar counts in 64 bits which keys were there; more keys come in the schema's order
@@ -50,7 +50,7 @@ def _arguments(rules: Rules, function: Mapping[str, Any]) -> str:
     schema = function.get("parameters", function.get("input_schema"))
     root = schema if isinstance(schema, Mapping) else {}
     if strict:
-        schema = resolve(root, root)
+        schema = resolved(root, root)
         if any(word in schema for word in _OPEN):
             raise RequestError(
                 f"strict needs parameters that are a plain object with properties, without {', '.join(_OPEN)} beside "

@@ -8,12 +8,12 @@ from typing import Any
 
 from flint_jax.errors import RequestError
 from flint_jax.grammar.tags import END_VALUE
-from flint_jax.grammar.tools import schema_types
+from flint_jax.grammar.tools import resolve, schema_types
 from flint_jax.guided.terms import INTEGER, NUMBER, Rules, json_rule, one_of
 
 _BARE = {"integer": INTEGER, "number": NUMBER, "boolean": '"true" | "false"', "null": '"null"'}
+_PLAIN = {"type", "enum", "const", "title", "description", "default", "examples", "deprecated", "$comment"}
 _DEFINITIONS = ("$defs", "definitions")
-_MAX_REFS = 32  # references followed in a row; more can only be a circle
 
 
 def value_rule(rules: Rules, schema: Any, root: Mapping[str, Any], *, strict: bool) -> str:
@@ -24,32 +24,25 @@ def value_rule(rules: Rules, schema: Any, root: Mapping[str, Any], *, strict: bo
     """
     if not strict:
         return _loose(rules, schema)
-    schema = resolve(schema, root)
+    schema = resolved(schema, root)
     branches = list(_branches(schema, root))
-    texts = [b for b in branches if "string" in schema_types(b)]
-    if not texts:
-        return f"{json_rule(_whole(schema, root))} {rules.tag(END_VALUE)}"
+    texts = [b for b in branches if "string" in schema_types(b, root)]
     # JSON and bare text cannot be alternatives of one place, so structured types beside a string stay free
     bodies = [_string(b) if b in texts else _bare(b) for b in branches]
+    if not texts and (None in bodies or any(b.keys() - _PLAIN for b in branches)):
+        return f"{json_rule(_whole(schema, root))} {rules.tag(END_VALUE)}"
     if None in bodies or not rules.is_token(END_VALUE):
         return rules.value()
     return rules.value(" | ".join(f"({body})" for body in bodies))
 
 
-def resolve(schema: Any, root: Mapping[str, Any]) -> Any:
+def resolved(schema: Any, root: Any) -> Any:
     """The schema behind a ``$ref`` into the same document. Raises RequestError when there is none."""
-    for _ in range(_MAX_REFS):
-        ref = schema.get("$ref") if isinstance(schema, Mapping) else None
-        if not isinstance(ref, str):
-            return schema
-        found: Any = root if ref.startswith("#") else None
-        for part in ref[1:].split("/")[1:]:
-            part = part.replace("~1", "/").replace("~0", "~")
-            found = found.get(part) if isinstance(found, Mapping) else None
-        if found is None:
-            raise RequestError(f"the schema refers to {ref!r:.80}, which is not in it", param="tools")
-        schema = found
-    raise RequestError(f"the schema's reference {ref!r:.80} leads back to itself", param="tools")
+    found = resolve(schema, root)
+    ref = found.get("$ref") if isinstance(found, Mapping) else None
+    if isinstance(ref, str):
+        raise RequestError(f"the schema refers to {ref!r:.80}, which is not in it or leads back to itself")
+    return found
 
 
 def _loose(rules: Rules, schema: Any) -> str:
@@ -87,7 +80,7 @@ def _branches(schema: Any, root: Mapping[str, Any]):
         if isinstance(schema.get(word), list):
             rest = {k: v for k, v in schema.items() if k != word}
             for part in schema[word]:
-                part = resolve(part, root)
+                part = resolved(part, root)
                 yield from _branches({**rest, **part} if isinstance(part, Mapping) else part, root)
             return
     types = schema.get("type")
