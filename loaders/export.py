@@ -143,12 +143,10 @@ def write_sidecars(
     tokenizer_folder: Path | None = None,
 ) -> None:
     """config.json, generation_config.json and the tokenizer's files."""
+    stops = {"eos_token_id": list(config.eos_token_ids)} if config.eos_token_ids else {}
     ids = {"bos_token_id": config.bos_token_id, "pad_token_id": config.pad_token_id}
-    ids = {key: value for key, value in ids.items() if value is not None}
-    stops = list(config.eos_token_ids)
-    settings = dict(generation) | ids | ({"eos_token_id": generation.get("eos_token_id", stops)} if stops else {})
-    describe.write_json(folder / "generation_config.json", settings)
-    ids |= {"eos_token_id": stops} if stops else {}
+    ids = stops | {key: value for key, value in ids.items() if value is not None}
+    describe.write_json(folder / "generation_config.json", stops | dict(generation))
     describe.write_json(folder / "config.json", describe.config_json(config) | ids)
     describe.write_tokenizer(folder, tokenizer, config, tokenizer_folder)
 

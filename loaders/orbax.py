@@ -31,6 +31,11 @@ if TYPE_CHECKING:
 MARKER = "flint_orbax.json"
 WEIGHTS = "weights"
 VERSION = 1
+_PLANES = {
+    "plain": ("",),
+    "packed": (".codes", ".scales", ".global_scale"),
+    "scaled": (".values", ".global_scale"),
+}
 Sharding = jax.sharding.Sharding | Callable[[str, jax.ShapeDtypeStruct], jax.sharding.Sharding]
 
 
@@ -91,27 +96,41 @@ def open_plan(folder: Path, config: FlintConfig) -> OrbaxPlan:
     """Read the marker; every file must be there with its size, every leaf with its shape. Raises CheckpointError."""
     try:
         marker = json.loads((folder / MARKER).read_text("utf-8"))
-        version, leaves, files = marker["version"], marker["leaves"], marker["files"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{folder / MARKER}: damaged ({error}); convert the checkpoint again") from None
-    if version != VERSION:
-        raise CheckpointError(f"{folder / MARKER}: version {version!r}; this program reads {VERSION}")
+        if marker["version"] != VERSION:
+            raise CheckpointError(f"{folder / MARKER}: version {marker['version']!r}; this program reads {VERSION}")
+        _check_files(folder, marker["files"])
+        _check_leaves(folder, marker["leaves"], config)
+        return OrbaxPlan(folder, marker["leaves"])
+    except CheckpointError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, LookupError, RecursionError) as error:
+        raise CheckpointError(f"{folder / MARKER}: damaged ({error!r:.80}); convert the checkpoint again") from None
+
+
+def _check_files(folder: Path, files: Mapping[str, int]) -> None:
     for name, size in files.items():
         found = (folder / name).stat().st_size if (folder / name).is_file() else None
         if found != size:
             what = "missing" if found is None else f"{found} bytes"
             raise CheckpointError(f"{folder / name}: {what}, need {size} bytes (incomplete copy?)")
-    expected = name_map.leaves(config)
-    wanted = {name for name, leaf in expected.items() if math.prod(leaf.full_shape)}
-    if wanted != set(leaves):
-        odd = ", ".join(sorted(wanted ^ set(leaves)))
-        raise CheckpointError(f"{folder}: the leaves do not fit config.json: {odd}")
-    for name, leaf in leaves.items():
-        shape = tuple(next(iter(leaf["arrays"].values()))[0])
-        logical = (*shape[:-1], shape[-1] * 2) if leaf["kind"] == "packed" else shape
-        if logical != expected[name].full_shape:
-            raise CheckpointError(f"{folder}: {name} is {list(logical)}, need {list(expected[name].full_shape)}")
-    return OrbaxPlan(folder, leaves)
+
+
+def _check_leaves(folder: Path, leaves: Mapping[str, Any], config: FlintConfig) -> None:
+    expected = {name: leaf for name, leaf in name_map.leaves(config).items() if math.prod(leaf.full_shape)}
+    if set(expected) != set(leaves):
+        odd = ", ".join(sorted(set(expected) ^ set(leaves))[:12])
+        raise CheckpointError(f"{folder}: the weights do not fit config.json: {odd}")
+    for name, want in expected.items():
+        kind, arrays = leaves[name]["kind"], leaves[name]["arrays"]
+        planes = [f"{name}{plane}" for plane in _PLANES[kind]]
+        shapes = [tuple(arrays[plane][0]) for plane in planes]
+        full, scales = want.full_shape, (*want.full_shape[:-2], len(want.segments or ()))
+        codes, blocks = ((*full[:-1], full[-1] // n) for n in (2, nvfp4.GROUP))
+        right = {"plain": [full], "packed": [codes, blocks, scales], "scaled": [full, scales]}[kind]
+        if shapes != right or list(arrays) != planes:
+            raise CheckpointError(f"{folder}: {name} is {shapes}, need {right} for {list(full)}")
+        for _, dtype in arrays.values():
+            jnp.dtype(dtype)
 
 
 def load(
@@ -158,16 +177,16 @@ def load(
 
 
 def _arrays(name: str, leaf: Any) -> tuple[str, dict[str, jax.Array]]:
+    kind, planes = "plain", (leaf,)
     if isinstance(leaf, nvfp4.Packed):
-        planes = {"codes": leaf.codes, "scales": leaf.scales, "global_scale": leaf.global_scale}
-        return "packed", {f"{name}.{plane}": array for plane, array in planes.items()}
-    if isinstance(leaf, nvfp4.Scaled):
-        return "scaled", {f"{name}.values": leaf.values_, f"{name}.global_scale": leaf.global_scale}
-    if not isinstance(leaf, jax.Array | np.ndarray):
+        kind, planes = "packed", (leaf.codes, leaf.scales, leaf.global_scale)
+    elif isinstance(leaf, nvfp4.Scaled):
+        kind, planes = "scaled", (leaf.values_, leaf.global_scale)
+    elif not isinstance(leaf, jax.Array | np.ndarray):
         raise CheckpointError(
             f"{name} is {type(leaf).__name__}: load the model with kernels='xla', and merge adapters first"
         )
-    return "plain", {name: leaf}
+    return kind, {name + plane: array for plane, array in zip(_PLANES[kind], planes, strict=True)}
 
 
 def is_orbax(path: str | os.PathLike) -> bool:

@@ -67,11 +67,10 @@ class Part:
         """Largest magnitude. Raises CheckpointError when a weight is not finite."""
         found = 0.0
         for at in range(0, self.count, step):
-            found = max(found, float(np.abs(self.values(at, min(at + step, self.count))).max()))
-            if not np.isfinite(found):  # max() drops a NaN on its right, so look each time
-                break
-        if not np.isfinite(found):
-            raise CheckpointError(f"{self.name}: not all weights are finite numbers, so it cannot be quantised")
+            top = float(np.abs(self.values(at, min(at + step, self.count))).max())
+            if not np.isfinite(top):
+                raise CheckpointError(f"{self.name}: not all weights are finite numbers, so it cannot be quantised")
+            found = max(found, top)
         return found
 
 

@@ -76,14 +76,13 @@ def write_gguf(
     header += bytes(-len(header) % ALIGNMENT)
     partial = path.with_name(path.name + ".partial")
     with open(partial, "wb") as file:
-        file.write(header)
         file.truncate(len(header) + at)
         jobs, position = [], len(header)
         for t in tensors:
             jobs.append((file.fileno(), position, t))
             position += -(-t.nbytes // ALIGNMENT) * ALIGNMENT
-        file.flush()
         _stream(jobs, threads, progress)
+        file.write(header)  # last: a file that was cut short is not GGUF
     partial.replace(path)
     return len(header) + at
 
