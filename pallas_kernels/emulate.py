@@ -26,6 +26,7 @@ from pallas_kernels import emit
 
 _SPACE = 40  # bits of an address inside one buffer
 _SHARED = 1 << 15
+BACKWARDS = False  # run the blocks (clusters) that are not bound to run together from the last to the first
 
 
 class _Machine:
@@ -275,7 +276,8 @@ def kernel(
         for buffer in buffers[len(inputs) :]:
             buffer[:] = 0xFF  # NaN in every float type: what a kernel forgets to write shows
         starts = np.cumsum([0, *(-(-size // 16) * 16 for size in shared)])
-        for block in range(0, grid, together):
+        blocks = range(0, grid, together)
+        for block in reversed(blocks) if BACKWARDS else blocks:
             _machine = _Machine(buffers, int(starts[-1]), warps * 32, block, together)
             if resident:
                 _machine.owners = {id(b): np.full(-(-b.size // 4), -1) for b in buffers[kept:]}
