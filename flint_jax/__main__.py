@@ -45,7 +45,7 @@ def _parser() -> argparse.ArgumentParser:
     chat.add_argument("--system", help="system message")
     chat.set_defaults(run=_chat)
 
-    bench = commands.add_parser("bench", help="time decoding or loading on this device", add_help=False)
+    bench = commands.add_parser("bench", help="time decoding, loading, or a running server", add_help=False)
     bench.add_argument("rest", nargs=argparse.REMAINDER)
     bench.set_defaults(run=_bench)
 
@@ -197,6 +197,10 @@ def _eval(args: argparse.Namespace) -> int:
 
 
 def _bench(args: argparse.Namespace) -> int:
+    if args.rest[:1] == ["serve"]:  # a client: needs no device
+        from flint_jax.load_test import run
+
+        return run.main(args.rest[1:])
     from flint_jax import bench, memory
 
     memory.bound_transfer_buffers()
