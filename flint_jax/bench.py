@@ -45,6 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     load.add_argument("--tokens", type=int, default=64, help="0: load only")
     load.add_argument("--kernels", default="auto", choices=("auto", "xla", "pallas"))
     load.set_defaults(run=_load)
+    commands.add_parser("serve", help="load on a running server, and a check of what it sends; see bench serve --help")
     args = parser.parse_args(argv)
     print(_header())
     rows = args.run(args)
