@@ -225,6 +225,25 @@ def test_what_was_used_longest_ago_goes_first():
     ]
 
 
+def test_being_taken_up_keeps_a_snapshot_young():
+    chat = Chat(snapshots=3, interval=1000)
+    first, second = ids(12), ids(12, 1)
+    chat.say(first)
+    chat.say(second)
+    chat.say([*first, *ids(20, 2)])
+    chat.say(ids(12, 3))  # the fourth: the second goes
+    assert chat.say([*first, 95]).cached == 12
+    assert chat.say([*second, 95]).cached == 0
+
+
+def test_prompts_of_one_length_with_different_ends_are_both_kept():
+    chat = Chat()
+    prompts = [*ids(7), 90, 91, 92], [*ids(7), 93, 94, 95]
+    for prompt in prompts:
+        chat.say(prompt)
+    assert [chat.say(prompt).cached for prompt in prompts] == [9, 9]
+
+
 def test_few_snapshots_hold_the_last_conversations():
     chat = Chat(snapshots=2)
     for seed in range(3):
@@ -236,14 +255,17 @@ def test_few_snapshots_hold_the_last_conversations():
 
 def test_snapshots_inside_prompts_go_before_those_at_ends():
     chat = Chat(snapshots=8, interval=8)
+    def passing():
+        return sorted(s.high for s in chat.scheduler.cache.snapshots.values() if s.passing)
+
     chat.say(ids(20, 1), 3)
-    ends = len(chat.scheduler.cache.snapshots)
     chat.say(ids(60, 2))
-    for seed in range(3, 6):
+    assert passing() == [8, 16, 20, 40]
+    for seed in range(3, 8):
         chat.say(ids(6, seed))
-    assert len(chat.scheduler.cache.snapshots) == 8
-    assert chat.say([*ids(20, 1), 95]).cached == 20
-    assert ends >= 2
+    assert passing() == []
+    assert chat.scheduler.cache.evictions == 4
+    assert chat.say([*ids(20, 1), 95]).cached == 20  # older than the four, but an end
 
 
 def test_a_cached_prefix_never_stands_in_a_requests_way():
