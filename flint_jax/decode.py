@@ -72,6 +72,7 @@ def forward(
     branch: BFloat16[Array, "B D"] = w["embed"][tokens]
     residual = None
     dense = sorted(config.mlp_only_layers)
+    arrivals = sink_attention.new_arrivals(tokens.shape[0], config.num_key_value_heads)
 
     def norm(name: str, layer: int) -> Norm:
         return Norm(w[name], layer, residual, eps)
@@ -84,7 +85,9 @@ def forward(
         )
         if kind == FULL:
             i = config.full_layers.index(layer)
-            out = sink_attention.attend_pages(qkv.out, heads, cache.k_pages, cache.v_pages, i, tables, slots, start)
+            pages = cache.k_pages, cache.v_pages
+            out = sink_attention.attend_pages(qkv.out, heads, *pages, i, tables, slots, start, arrivals=arrivals)
+            arrivals = out.arrivals
             cache = dataclasses.replace(cache, k_pages=out.k, v_pages=out.v)
         else:
             i = config.sliding_layers.index(layer)

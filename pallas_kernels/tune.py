@@ -28,6 +28,12 @@ MARGIN = 0.02  # runs differ by about 1 %
 CANDIDATES: dict[str, list[dict[str, int]]] = {
     "nvfp4_gemv": [{"warps": n} for n in (4, 8, 12, 16)],
     "attend_ring": [{"splits": s, "warps": n} for s in (1, 2, 4, 8) for n in (4, 8)],
+    "attend_spans": [
+        {"cluster": 8, "parts": 4, "stages": 3},
+        {"cluster": 4, "parts": 8},
+        {"cluster": 2, "parts": 16},
+        {"cluster": 1, "parts": 33},
+    ],
     "attend_pages": [
         {"warps": 8, "stages": 2},
         {"warps": 8, "stages": 3},

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.sink_attention import mosaic, reference
-from pallas_kernels.sink_attention.api import Weights, attend_pages, attend_ring
+from pallas_kernels.sink_attention.api import Weights, attend_pages, attend_ring, new_arrivals
 from pallas_kernels.testing import Case, rotation
 
 KV_HEADS, HEADS, WIDTH = 4, 32, 128
@@ -49,10 +49,10 @@ def ring_case(rows: int, **options) -> Case:
         return _qkv(keys[3], rows), k, v, _weights(keys[4], layers, True), jnp.arange(rows, dtype=jnp.int32), start
 
     def run(attend, layer, qkv, k, v, weights, slots, start):
-        return tuple(attend(qkv, _at(weights, layer), k, v, layer, slots, start, window=WINDOW))
+        return tuple(attend(qkv, _at(weights, layer), k, v, layer, slots, start, window=WINDOW))[:3]
 
     def written(layer, args, result):
-        _, k, v = result
+        k, v = result[1:]
         _, _, _, _, slots, start = args
         return [c[layer, slots, :, start % RING] for c in (k, v)]
 
@@ -91,15 +91,16 @@ def page_case(rows: int, context: int, *, ragged: bool = False, **options) -> Ca
         for row, count in enumerate(used):
             tables = tables.at[row, :count].set(order[first[row] : first[row] + count])
         start, slots = jnp.asarray(lengths - 1), jnp.arange(rows, dtype=jnp.int32)
-        return _qkv(keys[3], rows), k, v, _weights(keys[4], layers, False), tables, slots, start
+        arrivals = new_arrivals(rows, KV_HEADS)
+        return _qkv(keys[3], rows), k, v, arrivals, _weights(keys[4], layers, False), tables, slots, start
 
-    def run(attend, layer, qkv, k, v, weights, tables, slots, start):
-        return tuple(attend(qkv, _at(weights, layer), k, v, layer, tables, slots, start))
+    def run(attend, layer, qkv, k, v, arrivals, weights, tables, slots, start):
+        return tuple(attend(qkv, _at(weights, layer), k, v, layer, tables, slots, start, arrivals=arrivals))
 
     def written(layer, args, result):
-        _, k, v = result
+        _, k, v, arrivals = result
         *_, tables, slots, start = args
-        return [c[layer, tables[slots, start // PAGE], :, start % PAGE] for c in (k, v)]
+        return [arrivals, *(c[layer, tables[slots, start // PAGE], :, start % PAGE] for c in (k, v))]
 
     size = f"{context // 1024}K" + ("/8" if ragged else "")
     return Case(
@@ -109,7 +110,7 @@ def page_case(rows: int, context: int, *, ragged: bool = False, **options) -> Ca
         reference=functools.partial(run, reference.attend_pages),
         layers=layers,
         nbytes=nbytes,
-        in_place=(1, 2),
+        in_place=(1, 2, 3),
         written=written,
     )
 
@@ -123,10 +124,6 @@ def cases() -> list[Case]:
     other = [ring_case(1, splits=4), ring_case(1, splits=8, warps=4), ring_case(1, splits=1), ring_case(8, splits=1)]
     other += [
         page_case(1, 100 * 1024, **options)
-        for options in (
-            {"stages": 2},
-            {"warps": 4, "blocks_per_core": 2},
-            {"warps": 4, "stages": 2, "blocks_per_core": 3},
-        )
+        for options in ({"stages": 3}, {"cluster": 4, "parts": 8}, {"cluster": 1, "parts": 33}, {"blocks_per_core": 1})
     ]
     return window + full + other

@@ -204,48 +204,65 @@ def attend_window(
     return out.transpose(1, 0, 2, 3, 4).reshape(batch, count * block, *q.shape[2:])[:, :length]
 
 
-# -- one token per row, from qkv to the written cache: what the decode kernels do ------------------------------------
+# -- few tokens per row, from qkv to the written cache: what the decode kernels do ------------------------------------
 
 PAGES_PER_BLOCK = 8  # pages scored at once
 
 
-def _decode(q, positions, real, blocks, num_blocks, weights, window=None):
+def _flat(qkv, slots, start, count):
+    """Rows of T tokens (or of one) -> (a row a token, their slots, their positions) and the positions [B, T]."""
+    rows, tokens = qkv.shape[0], qkv.shape[1] if qkv.ndim == 3 else 1
+    step = jnp.arange(tokens, dtype=jnp.int32)
+    there = jnp.broadcast_to(step < (tokens if count is None else count[:, None]), (rows, tokens))
+    positions = start[:, None] + step
+    each = jnp.where(there, slots[:, None], -1).reshape(-1)
+    return (qkv.reshape(rows * tokens, -1), each, positions.reshape(-1)), jnp.where(there, positions, -1)
+
+
+def _decode(q, positions, real, blocks, num_blocks, weights, shape, window=None):
+    """q [B T, N, H]; positions [B, T], -1 where there is no token; real [B]. Outputs in the form ``shape`` of qkv."""
+    rows, tokens = positions.shape
     out = attend(
-        q[:, None],
-        positions[:, None],
-        jnp.where(real, positions, -1),
+        q.reshape(rows, tokens, *q.shape[1:]),
+        positions,
+        jnp.where(real, jnp.max(positions, axis=1), -1),
         blocks,
         num_blocks,
         weights.sinks[weights.layer],
         scale=q.shape[-1] ** -0.5,
         window=window,
     )
-    return jnp.where(real[:, None], out.reshape(q.shape[0], -1), jnp.zeros((), q.dtype))
+    out = out.reshape(rows, tokens, -1)
+    out = jnp.where((real[:, None] & (positions >= 0))[..., None], out, jnp.zeros((), q.dtype))
+    return out.reshape(*shape[:-1], -1)
 
 
-def _split(qkv, weights, start, kv_heads):
+def _split(qkv, weights, positions, kv_heads):
     norms = weights.q_norm[weights.layer], weights.k_norm[weights.layer]
-    return split_qkv(qkv, *norms, start, weights.rope, kv_heads=kv_heads, eps=weights.eps)
+    return split_qkv(qkv, *norms, positions, weights.rope, kv_heads=kv_heads, eps=weights.eps)
 
 
-def attend_ring(qkv, weights, k_ring, v_ring, layer, slots, start, *, window):
+def attend_ring(qkv, weights, k_ring, v_ring, layer, slots, start, *, window, count=None):
     """See ``api.attend_ring``."""
     _, total, kv_heads, ring, _ = k_ring.shape
     real = (slots >= 0) & (slots < total)
-    q, k, v = _split(qkv, weights, start, kv_heads)
-    k_ring, v_ring = (write_ring(c, layer, slots, start, x) for c, x in ((k_ring, k), (v_ring, v)))
-    places = start[:, None] - (start[:, None] - jnp.arange(ring, dtype=jnp.int32)) % ring  # position in each place
+    (flat, each, at), positions = _flat(qkv, slots, start, count)
+    q, k, v = _split(flat, weights, at, kv_heads)
+    k_ring, v_ring = (write_ring(c, layer, each, at, x) for c, x in ((k_ring, k), (v_ring, v)))
+    last = jnp.maximum(jnp.max(positions, axis=1), 0)
+    places = last[:, None] - (last[:, None] - jnp.arange(ring, dtype=jnp.int32)) % ring  # position in each place
     mine = (c[layer, jnp.where(real, slots, 0)] for c in (k_ring, v_ring))
     keys = Keys(*mine, places)
-    return _decode(q, start, real, lambda _: keys, 1, weights, window), k_ring, v_ring
+    return _decode(q, positions, real, lambda _: keys, 1, weights, qkv.shape, window), k_ring, v_ring
 
 
-def attend_pages(qkv, weights, k_pages, v_pages, layer, tables, slots, start):
+def attend_pages(qkv, weights, k_pages, v_pages, layer, tables, slots, start, *, count=None, arrivals=None):
     """See ``api.attend_pages``."""
     _, pages, kv_heads, page, width = k_pages.shape
     real = (slots >= 0) & (slots < tables.shape[0])
-    q, k, v = _split(qkv, weights, start, kv_heads)
-    k_pages, v_pages = (write_pages(c, layer, tables, slots, start, x) for c, x in ((k_pages, k), (v_pages, v)))
+    (flat, each, at), positions = _flat(qkv, slots, start, count)
+    q, k, v = _split(flat, weights, at, kv_heads)
+    k_pages, v_pages = (write_pages(c, layer, tables, each, at, x) for c, x in ((k_pages, k), (v_pages, v)))
     mine = tables.at[slots].get(mode="clip")
     flat = [c.reshape(-1, kv_heads, page, width) for c in (k_pages, v_pages)]  # a gather with an offset, no slice
     inside = jnp.arange(PAGES_PER_BLOCK, dtype=jnp.int32)
@@ -258,5 +275,6 @@ def attend_pages(qkv, weights, k_pages, v_pages, layer, tables, slots, start):
         shape = (start.shape[0], kv_heads, rows.size, width)
         return Keys(*(x.reshape(shape) for x in joined), jnp.broadcast_to(rows, (start.shape[0], rows.size)))
 
-    blocks = jnp.max(jnp.where(real, start, 0)) // (PAGES_PER_BLOCK * page) + 1
-    return _decode(q, start, real, keys, blocks, weights), k_pages, v_pages
+    blocks = jnp.max(jnp.where(real[:, None], positions, 0)) // (PAGES_PER_BLOCK * page) + 1
+    out = _decode(q, positions, real, keys, blocks, weights, qkv.shape)
+    return out, k_pages, v_pages, arrivals

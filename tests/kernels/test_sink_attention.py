@@ -64,7 +64,7 @@ def same_bits(a, b):
 def check(actual, expected, before):
     """Outputs near, caches equal but for one last bit of the new k, and NaN where they had NaN."""
     assert testing.row_error(actual[0], expected[0]) < 4e-3
-    for mine, theirs, old in zip(actual[1:], expected[1:], before, strict=True):
+    for mine, theirs, old in zip(actual[1:3], expected[1:3], before, strict=True):
         mine, theirs, old = (np.asarray(x, np.float32) for x in (mine, theirs, old))
         np.testing.assert_array_equal(np.isnan(mine), np.isnan(theirs))
         changed = ~(np.isnan(old) & np.isnan(mine)) & (old != mine)
@@ -89,6 +89,7 @@ def run_pages(slots, start, weights=None, cores=CORES, **options):
     with emulate.active(), device.assume(device.Device("emulated", (9, 0), cores, 0.0)):
         actual = mosaic.attend_pages(*arguments, **options)
     check(actual, reference.attend_pages(*arguments), caches)
+    assert not np.asarray(actual[3]).any()  # every counter is back at zero
     return actual
 
 
@@ -164,13 +165,112 @@ def test_page_many_rows():
     run_pages(slots.tolist(), start.tolist(), warps=4)
 
 
-def test_page_more_partial_results_than_fit_at_once():
-    """With one warp's worth of units per block, 24 units leave 6 partial results; the merge takes four at a time."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(mosaic, "MERGE_WARPS", 4)
-        patch.setattr(mosaic, "MERGE_DEPTH", 1)
-        patch.setattr(mosaic, "_merge", mosaic._merge.__wrapped__)  # not the remembered one of another test
-        run_pages([1], [380], warps=4, cores=24)
+SPANS = [
+    {"cluster": 1, "parts": 1},
+    {"cluster": 2, "parts": 3, "warps": 4},
+    {"cluster": 4, "parts": 1, "warps": 4, "stages": 3},
+    {"cluster": 8, "parts": 2, "warps": 4},
+    {"cluster": 1, "parts": 11, "warps": 4},
+]
+
+
+@pytest.mark.parametrize("options", SPANS, ids=lambda o: f"{o['cluster']}x{o['parts']}")
+@pytest.mark.parametrize("position", [40, 383])
+def test_one_row_in_clusters(position, options):
+    """A few units (one cluster, or fewer blocks than that, is enough) and 24, up to 11 partial results of them."""
+    run_pages([2], [position], **options)
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_whoever_arrives_last_the_result_is_the_same(several, monkeypatch):
+    """Blocks run in this order and in the opposite one: every bit stays."""
+    slots, start, options = [1], [380], {"cluster": 2, "parts": 3, "warps": 4}
+    if several:
+        slots, start, options = [1, 3], [380, 70], {"warps": 4}
+    out = run_pages(slots, start, **options)[0]
+    monkeypatch.setattr(emulate, "BACKWARDS", True)
+    assert same_bits(out, run_pages(slots, start, **options)[0])
+
+
+def test_counters_are_shared_by_calls():
+    weights = make_weights(rope=False)
+    caches, tables = page_cache([1], [380])
+    with emulate.active(), device.assume(device.Device("emulated", (9, 0), CORES, 0.0)):
+        arrivals = mosaic.new_arrivals(4, K)
+        arguments = (queries(1), weights, *caches, CACHE_LAYER, tables, jnp.asarray([1]), jnp.asarray([380]))
+        first = mosaic.attend_pages(*arguments, cluster=2, parts=2, warps=4, arrivals=arrivals)
+        second = mosaic.attend_pages(*arguments, cluster=2, parts=2, warps=4, arrivals=first[3])
+        assert same_bits(first[0], second[0])
+        with pytest.raises(ValueError, match="expected 1 x 2 x 8 int32"):
+            mosaic.attend_pages(*arguments, arrivals=arrivals[:3])
+
+
+# -- several tokens a row ----------------------------------------------------------------------------------------------
+
+
+def one_by_one(attend, qkv, caches, start, count):
+    """The reference, token by token: what attending to several at once must equal."""
+    outs = []
+    for t in range(qkv.shape[1]):
+        there = np.arange(len(start)) if count is None else np.flatnonzero(np.asarray(count) > t)
+        slots = np.full(len(start), -1)
+        slots[there] = np.asarray(attend.slots)[there]
+        out, *caches = attend(qkv[:, t], *caches, jnp.asarray(slots), jnp.asarray(start) + t)
+        outs.append(out)
+    return jnp.stack(outs, 1), *caches
+
+
+class Attend:
+    """One of the references with everything but the tokens bound."""
+
+    def __init__(self, weights, slots, tables=None):
+        self.weights, self.slots, self.tables = weights, slots, tables
+
+    def __call__(self, qkv, k, v, slots, start, **options):
+        if self.tables is None:
+            found = reference.attend_ring(qkv, self.weights, k, v, CACHE_LAYER, slots, start, window=WINDOW, **options)
+        else:
+            found = reference.attend_pages(qkv, self.weights, k, v, CACHE_LAYER, self.tables, slots, start, **options)
+        return found[:3]
+
+
+RAGGED = ([3, -1, 0, 4], [200, 9, 62, 0], [3, 3, 1, 2])
+
+
+@pytest.mark.parametrize("counted", [False, True])
+@pytest.mark.parametrize("paged", [False, True])
+def test_several_tokens_a_row(paged, counted):
+    """Three tokens of four rows at once, one of them padding; the kernels against the reference, and the reference
+    against itself one token at a time. Across the edges of a unit, a page and the ring."""
+    slots, start, count = RAGGED
+    count = jnp.asarray(count) if counted else None
+    qkv = normal(5, (len(slots), 3, (G + 2) * K * H))
+    if paged:
+        caches, tables = page_cache(slots, start)
+    else:
+        caches, tables = ring_cache(slots, start), None
+    weights = make_weights(rope=not paged)
+    attend = Attend(weights, slots, tables)
+    expected = attend(qkv, *caches, jnp.asarray(slots), jnp.asarray(start), count=count)
+    check(expected, one_by_one(attend, qkv, caches, start, count), caches)
+    rest = (*caches, CACHE_LAYER, *([tables] if paged else []), jnp.asarray(slots), jnp.asarray(start))
+    with emulate.active(), device.assume(device.Device("emulated", (9, 0), CORES, 0.0)):
+        if paged:
+            actual = mosaic.attend_pages(qkv, weights, *rest, count=count, warps=4)
+        else:
+            actual = mosaic.attend_ring(qkv, weights, *rest, window=WINDOW, count=count, splits=2, warps=4)
+    check(actual, expected, caches)
+    out = np.asarray(actual[0], np.float32)
+    assert not out[1].any()
+    assert out[0].any(-1).all()
+    if counted:
+        assert not out[2, 1:].any()
+
+
+def test_more_tokens_than_the_ring_has_spare_places():
+    arguments = (normal(5, (1, 40, (G + 2) * K * H)), make_weights(), *ring_cache([0], [9]), 1)
+    with pytest.raises(ValueError, match="40 tokens at once and a window of 65 in a ring of 96 places"):
+        attend_ring(*arguments, jnp.asarray([0]), jnp.asarray([9]), window=WINDOW)
 
 
 def test_a_position_beyond_the_table_stays_inside_the_cache():
