@@ -177,7 +177,7 @@ class _Blocks:
                 return [*self._open(block, '"thinking_delta","thinking":'), self._more(text)]
             case CallStart(_, call_id, name):
                 block = {"type": "tool_use", "id": call_id, "name": name, "input": {}}
-                return [*self.close(), *self._open(block, '"input_json_delta","partial_json":')]
+                return self._open(block, '"input_json_delta","partial_json":')
             case CallArguments(_, text):
                 return [self._more(text)]
             case CallEnd():

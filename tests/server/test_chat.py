@@ -72,6 +72,12 @@ def test_first_and_last_chunk_of_a_stream(server):
         assert None not in delta.values()
 
 
+def test_what_arrives_together_is_one_chunk(server):
+    server.says("<think>one two</think>three four", burst=1000)
+    deltas = [p["choices"][0]["delta"] for p in chunks(server)]
+    assert [list(d) for d in deltas] == [["role", "content"], ["reasoning", "reasoning_content"], ["content"], []]
+
+
 def test_prompt_is_the_rendered_template(server):
     server.chat(messages=[{"role": "system", "content": "S"}, {"role": "user", "content": "U"}])
     expected = tokenizer().encode("<|system|>\nS<|user|>\nU<|assistant|>\n")
@@ -252,7 +258,9 @@ def test_the_more_particular_thinking_switch_wins():
         server.chat(reasoning_effort="none", chat_template_kwargs={"enable_thinking": True})
         think = tokenizer().added_tokens["<think>"]
         server.chat(chat_template_kwargs={"thinking": False})
-        assert [r.prompt[-1] == think for r in server.engine.submitted] == [True, True, False, False, True, False]
+        server.chat(reasoning_effort="high", chat_template_kwargs={"enable_thinking": False})
+        thinks = [r.prompt[-1] == think for r in server.engine.submitted]
+        assert thinks == [True, True, False, False, True, False, False]
 
 
 # -- messages ----------------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ SHOW = (
     "{% for m in messages %}[{{ m.role }}]{{ m.content }}"
     "{% if m.reasoning_content %}(thought {{ m.reasoning_content }}){% endif %}"
     "{% for c in m.tool_calls or [] %}(call {{ c.function.name }} {{ c.function.arguments | tojson }}){% endfor %}"
+    "{% if m.role == 'assistant' %};{% endif %}"
     "{% endfor %}{% for t in tools or [] %}{tool {{ t.function | tojson }}}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
@@ -172,7 +173,15 @@ def test_silence_begins_the_message_and_pings():
 
 def test_a_whole_agent_conversation_reaches_the_template(show):
     messages = [
-        {"role": "user", "content": [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]},
+        {
+            "role": "user",
+            "content": [
+                {"type": "text", "text": "zero"},
+                {"type": "tool_result", "content": "early"},
+                {"type": "text", "text": "one"},
+                {"type": "text", "text": "two"},
+            ],
+        },
         {
             "role": "assistant",
             "content": [
@@ -207,8 +216,8 @@ def test_a_whole_agent_conversation_reaches_the_template(show):
     ask(show, messages=messages, system=system, tools=[WEATHER], **extra)
     tool = json.dumps({"name": "weather", "description": "Tell the weather", "parameters": WEATHER["input_schema"]})
     assert prompt_of(show) == (
-        "[system]Be kind.\nBe brief.[user]one\ntwo"
-        '[assistant]ok(thought hm)(call weather {"days": 3})(call weather {})'
+        "[system]Be kind.\nBe brief.[user]zero[tool]early[user]one\ntwo"
+        '[assistant]ok(thought hm)(call weather {"days": 3})(call weather {});'
         "[tool]sunny[tool]Error: no[tool][user]go on{tool " + tool + "}<|assistant|>"
     )
 

@@ -418,6 +418,13 @@ def test_a_long_argument_streams_as_it_comes():
     assert all(told[value:])
 
 
+def test_half_a_character_stays_on_its_side_of_a_tag():
+    half = tokenizer().encode("🦜")[:2]
+    tokens = [*tokenizer().encode("<think>a"), *half, *tokenizer().encode("</think>b"), *half]
+    message, _, _ = said(tokens, [1] * 40, Calls.ALL, State.CONTENT, ())
+    assert (message.reasoning, message.content) == ("a\ufffd", "b\ufffd")
+
+
 def said(tokens, sizes, calls, start, stop):
     """The message that one choice gives when its tokens arrive in groups."""
     choice = new_choice(calls, start, stop)
