@@ -210,6 +210,13 @@ def test_a_whole_agent_conversation_reaches_the_template(show):
     )
 
 
+def test_a_thought_after_text_begins_another_turn(show):
+    thought = {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "t"}]}
+    said = {"role": "assistant", "content": "a"}
+    ask(show, input=[thought, said, thought, said])
+    assert prompt_of(show) == "[assistant]a(thought t)[assistant]a(thought t)<|assistant|>"
+
+
 @pytest.mark.parametrize(
     ("fields", "thinks"),
     [
