@@ -60,8 +60,8 @@ def main() -> int:
             "model": lm.name,
             "base_url": f"{args.url.rstrip('/')}/v1/completions",
             "tokenizer_backend": "remote",
-            # the harness takes one token off, for the one that it has generated
-            "max_length": args.max_length + 1,
+            # the harness takes two off: one for the token it has generated, one for the windows' overlap
+            "max_length": args.max_length + 2,
             "seed": 0,
         }
         answers["local-completions"] = evaluate("local-completions", model_args=options, batch_size=4)
