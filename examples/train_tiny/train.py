@@ -17,7 +17,7 @@ import numpy as np
 import optax
 
 from examples.train_tiny import check as checking
-from examples.train_tiny import model, tokenizer
+from examples.train_tiny import model, tokenizer, write
 from examples.train_tiny.data import Encoder
 from examples.train_tiny.workers import Rows
 from flint_jax.chat import ChatTemplate
@@ -34,7 +34,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("out", type=Path)
     parser.add_argument("--seconds", type=float, default=480, help="how long to train, compiling not counted")
     parser.add_argument("--steps", type=int, default=1 << 30, help="end earlier, after this many steps")
-    parser.add_argument("--tokens", type=int, default=131072, help="tokens of a step")
+    parser.add_argument("--tokens", type=int, default=65536, help="tokens of a step")
     parser.add_argument("--short", type=int, default=512, help="length of ordinary rows")
     parser.add_argument("--long", type=int, default=4096, help="length of rows with a long record")
     parser.add_argument("--rate", type=float, default=3e-3, help="highest learning rate")
@@ -86,14 +86,15 @@ def main() -> None:
         ),
     }
     try:
-        run(args, config, encoder, sources)
+        params = run(args, config, encoder, sources)
     finally:
         for source in sources.values():
             source.close()
+    write.checkpoints(args.out, config, {name: np.asarray(value) for name, value in params.items()}, vocabulary)
 
 
 def run(args, config, encoder, sources) -> dict:
-    """The training run; returns the last checks."""
+    """The training run; returns the weights, float32."""
     numerics = Numerics("serving", "bfloat16")
     build = quantisation.aware(train.full(config, numerics), config)
     optimizer = optax.inject_hyperparams(_optimizer)(rate=0.0)
@@ -133,8 +134,7 @@ def run(args, config, encoder, sources) -> dict:
         last = checking.scores(check, state.params, jnp.float32(share), encoder, groups)
         _report(last, log, n, name)
     log.close()
-    np.savez(args.out / "weights.npz", **{k: np.asarray(v) for k, v in state.params.items()})
-    return last
+    return state.params
 
 
 def _optimizer(rate) -> optax.GradientTransformation:
