@@ -68,7 +68,7 @@ def _advance(rows: int) -> Case:
 
     def written(layer, args, result):
         _, wholes, progress, count = result
-        return progress, wholes[:, len(WHOLES) - 1 : len(WHOLES)], count.sum(-1, keepdims=True)
+        return *jnp.split(progress, 4, axis=-1), wholes[:, len(WHOLES) - 1 : len(WHOLES)], count.sum(-1, keepdims=True)
 
     return Case(
         f"sample/advance m{rows}",

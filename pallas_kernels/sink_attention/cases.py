@@ -27,16 +27,25 @@ def _weights(key, layers: int, rope: bool) -> Weights:
     return Weights(q_norm, k_norm, jax.random.normal(keys[2], (layers, HEADS), jnp.float32), 0, table)
 
 
-def _qkv(key, rows: int):
-    return jax.random.normal(key, (rows, (HEADS + 2 * KV_HEADS) * WIDTH), jnp.bfloat16)
+def _qkv(key, rows: int, tokens: int):
+    lead = (rows, tokens) if tokens > 1 else (rows,)
+    return jax.random.normal(key, (*lead, (HEADS + 2 * KV_HEADS) * WIDTH), jnp.bfloat16)
+
+
+def _positions(start, tokens: int):
+    return start[:, None] + jnp.arange(tokens, dtype=jnp.int32)
+
+
+def _suffix(tokens: int, options: dict) -> str:
+    return (f" t{tokens}" if tokens > 1 else "") + "".join(f" {name}{value}" for name, value in options.items())
 
 
 def _at(weights: Weights, layer) -> Weights:
     return Weights(weights.q_norm, weights.k_norm, weights.sinks, layer, weights.rope, weights.eps)
 
 
-def ring_case(rows: int, **options) -> Case:
-    """Window layers, all rows past the first window."""
+def ring_case(rows: int, *, tokens: int = 1, **options) -> Case:
+    """Window layers, all rows past the first window; several new tokens a row are attended to at once."""
     nbytes = rows * WINDOW * TOKEN_BYTES
     layers = rotation(nbytes, most=128)
     op = functools.partial(mosaic.attend_ring, **options) if options else attend_ring
@@ -46,7 +55,8 @@ def ring_case(rows: int, **options) -> Case:
         shape = (layers, rows, KV_HEADS, RING, WIDTH)
         k, v = (jax.random.normal(key, shape, jnp.bfloat16) for key in keys[:2])
         start = jax.random.randint(keys[2], (rows,), WINDOW, 3000, jnp.int32)
-        return _qkv(keys[3], rows), k, v, _weights(keys[4], layers, True), jnp.arange(rows, dtype=jnp.int32), start
+        weights, slots = _weights(keys[4], layers, True), jnp.arange(rows, dtype=jnp.int32)
+        return _qkv(keys[3], rows, tokens), k, v, weights, slots, start
 
     def run(attend, layer, qkv, k, v, weights, slots, start):
         return tuple(attend(qkv, _at(weights, layer), k, v, layer, slots, start, window=WINDOW))[:3]
@@ -54,10 +64,10 @@ def ring_case(rows: int, **options) -> Case:
     def written(layer, args, result):
         k, v = result[1:]
         _, _, _, _, slots, start = args
-        return [c[layer, slots, :, start % RING] for c in (k, v)]
+        return [c[layer, slots[:, None], :, _positions(start, tokens) % RING] for c in (k, v)]
 
     return Case(
-        name=f"sink_attention/window b{rows}" + "".join(f" {name}{value}" for name, value in options.items()),
+        name=f"sink_attention/window b{rows}{_suffix(tokens, options)}",
         make=make,
         run=functools.partial(run, op),
         reference=functools.partial(run, reference.attend_ring),
@@ -68,7 +78,7 @@ def ring_case(rows: int, **options) -> Case:
     )
 
 
-def page_case(rows: int, context: int, *, ragged: bool = False, **options) -> Case:
+def page_case(rows: int, context: int, *, tokens: int = 1, ragged: bool = False, **options) -> Case:
     """Full layers; every row has ``context`` tokens, or (ragged) the first one and the others an eighth of it."""
     lengths = np.full(rows, context, np.int32)
     if ragged:
@@ -90,9 +100,9 @@ def page_case(rows: int, context: int, *, ragged: bool = False, **options) -> Ca
         first = np.cumsum([0, *used])
         for row, count in enumerate(used):
             tables = tables.at[row, :count].set(order[first[row] : first[row] + count])
-        start, slots = jnp.asarray(lengths - 1), jnp.arange(rows, dtype=jnp.int32)
-        arrivals = new_arrivals(rows, KV_HEADS)
-        return _qkv(keys[3], rows), k, v, arrivals, _weights(keys[4], layers, False), tables, slots, start
+        start, slots = jnp.asarray(lengths - tokens), jnp.arange(rows, dtype=jnp.int32)
+        arrivals = new_arrivals(rows * tokens, KV_HEADS)
+        return _qkv(keys[3], rows, tokens), k, v, arrivals, _weights(keys[4], layers, False), tables, slots, start
 
     def run(attend, layer, qkv, k, v, arrivals, weights, tables, slots, start):
         return tuple(attend(qkv, _at(weights, layer), k, v, layer, tables, slots, start, arrivals=arrivals))
@@ -100,11 +110,12 @@ def page_case(rows: int, context: int, *, ragged: bool = False, **options) -> Ca
     def written(layer, args, result):
         _, k, v, arrivals = result
         *_, tables, slots, start = args
-        return [arrivals, *(c[layer, tables[slots, start // PAGE], :, start % PAGE] for c in (k, v))]
+        at = _positions(start, tokens)
+        return [arrivals, *(c[layer, tables[slots[:, None], at // PAGE], :, at % PAGE] for c in (k, v))]
 
     size = f"{context // 1024}K" + ("/8" if ragged else "")
     return Case(
-        name=f"sink_attention/full b{rows} {size}" + "".join(f" {name}{value}" for name, value in options.items()),
+        name=f"sink_attention/full b{rows} {size}{_suffix(tokens, options)}",
         make=make,
         run=functools.partial(run, op),
         reference=functools.partial(run, reference.attend_pages),
@@ -126,4 +137,5 @@ def cases() -> list[Case]:
         page_case(1, 100 * 1024, **options)
         for options in ({"stages": 3}, {"cluster": 4, "parts": 8}, {"cluster": 1, "parts": 33}, {"blocks_per_core": 1})
     ]
-    return window + full + other
+    several = [ring_case(1, tokens=4), page_case(1, 8 * 1024, tokens=4), page_case(4, 8 * 1024, tokens=8)]
+    return window + full + several + other
