@@ -94,13 +94,16 @@ def test_no_second_bos(registry, model):
 
 
 def test_generate_until(model):
-    free = LM.generate("The harbour", SamplingParams(temperature=0.0, max_tokens=6)).text
+    greedy = SamplingParams(temperature=0.0, max_tokens=6)
+    made = {prompt: LM.generate(prompt, greedy).text for prompt in ("The harbour", "The", "Hello", "We", "1 2", "was")}
+    prompt, free = max(made.items(), key=lambda item: len(item[1]))
     stop = free[2:4]
+    assert len(stop) == 2
     requests = [
-        ("The harbour", {"max_gen_toks": 6}),
-        ("The harbour", {"until": [stop], "max_new_tokens": 6, "do_sample": False, "temperature": 1.0}),
+        (prompt, {"max_gen_toks": 6}),
+        (prompt, {"until": [stop], "max_new_tokens": 6, "do_sample": False, "temperature": 1.0}),
         ("The", {"until": "zzz", "max_tokens": 2, "temperature": 0.0}),
-        ("The harbour", {"max_gen_toks": 6, "do_sample": True, "temperature": 1.0, "top_k": 1}),
+        (prompt, {"max_gen_toks": 6, "do_sample": True, "temperature": 1.0, "top_k": 1}),
     ]
     found = ask(model, "generate_until", *requests)
     assert found[0] == found[3] == free
