@@ -387,6 +387,18 @@ def test_an_early_failure_is_an_ordinary_error(server):
     assert failed.value.body["error"]["type"] == "api_error"
 
 
+def test_a_stream_stopped_before_its_beginning_is_an_ordinary_error(server):
+    server.says("abc", gate=threading.Event())
+    replies = []
+    body = {"max_tokens": 9, "messages": HI, "stream": True}
+    thread = threading.Thread(target=lambda: replies.append(server.post("/v1/messages", body)))
+    thread.start()
+    wait_until(lambda: server.engine.submitted)
+    server.engine.abort(server.engine.submitted[0].id)
+    thread.join()
+    assert (replies[0].status_code, replies[0].json()["error"]["type"]) == (503, "overloaded_error")
+
+
 def test_a_hang_up_frees_the_slot(server):
     server.says("abc " * 50, token_s=0.005)
     with server.anthropic().messages.stream(model="x", max_tokens=100, messages=HI) as stream:
