@@ -30,6 +30,14 @@ def _parser() -> argparse.ArgumentParser:
 
     info = commands.add_parser("info", help="what a checkpoint holds, without reading its weights")
     _model_flags(info, load=False)
+    info.add_argument(
+        "--roofline", action="store_true", help="bytes and operations of a step, and the floor of its time"
+    )
+    info.add_argument("--batch", type=int, default=1, help="for --roofline: requests in a decode step")
+    info.add_argument("--context", type=int, help="for --roofline: tokens that each holds (default 8192)")
+    info.add_argument("--device", default="h200", help="for --roofline: a100, h100, h200 or b200")
+    info.add_argument("--bandwidth", type=float, help="for --roofline: another memory bandwidth, TB/s")
+    info.add_argument("--tflops", type=float, help="for --roofline: another bfloat16 peak, TFLOP/s")
     info.set_defaults(run=_info)
 
     generate = commands.add_parser("generate", help="continue a text")
@@ -152,7 +160,34 @@ def _info(args: argparse.Namespace) -> int:
     )
     print(f"tokenizer: {'yes' if ckpt.tokenizer else 'none'}; chat template: {'yes' if ckpt.chat_template else 'none'}")
     print(f"sampling defaults: {json.dumps(ckpt.generation)}")
+    if args.roofline:
+        print(_roofline(args, ckpt))
     return 0
+
+
+def _roofline(args: argparse.Namespace, ckpt) -> str:
+    import dataclasses
+
+    from flint_jax import roofline
+    from flint_jax.errors import RequestError
+
+    device = roofline.DEVICES.get(args.device.lower())
+    if device is None:
+        raise RequestError(
+            f"--device {args.device}: need one of {', '.join(roofline.DEVICES)}; --bandwidth and --tflops describe "
+            "others"
+        )
+    longest = ckpt.config.max_position_embeddings
+    context = min(8192, longest) if args.context is None else args.context
+    if args.batch < 1 or not 1 <= context <= longest:
+        raise RequestError(
+            f"--batch {args.batch} --context {context}: need a batch of 1 or more and a context of 1 to {longest}"
+        )
+    own = {"bandwidth": args.bandwidth and args.bandwidth * 1e12, "flops": args.tflops and args.tflops * 1e12}
+    own = {name: value for name, value in own.items() if value}
+    device = dataclasses.replace(device, **own, **({"name": "a device"} if len(own) == 2 else {}))
+    weight_format = "nvfp4" if ckpt.weight_format == "nvfp4" else "bf16"  # "mixed" is kept in bfloat16
+    return roofline.table(ckpt.config, device, batch=args.batch, context=context, weight_format=weight_format)
 
 
 def _generate(args: argparse.Namespace) -> int:
