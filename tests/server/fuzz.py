@@ -7,6 +7,7 @@ engine is idle and answers as before. Failing requests are shrunk to the smalles
 from __future__ import annotations
 
 import argparse
+import collections
 import json
 import re
 from typing import Any
@@ -194,10 +195,10 @@ def fits(value: Any, schema: dict[str, Any], components: dict[str, Any] | None =
     return None
 
 
-def fuzz(server: Server, count: int, number: int = 0) -> int:
-    """Try ``count`` requests; returns how many. The same ``number`` gives the same requests."""
+def fuzz(server: Server, count: int, number: int = 0) -> collections.Counter[int]:
+    """Try ``count`` requests; returns how many got which status. The same ``number`` gives the same requests."""
     document = server.http.get("/openapi.json").json()
-    tried = 0
+    statuses: collections.Counter[int] = collections.Counter()
 
     @seed(number)
     @settings(
@@ -210,16 +211,15 @@ def fuzz(server: Server, count: int, number: int = 0) -> int:
     )
     @given(cases(document))
     def one(case):
-        nonlocal tried
-        tried += 1
         response = server.http.request(case["method"], case["url"], content=case["content"], headers=case["headers"])
+        statuses[response.status_code] += 1
         check(response, case["operation"])
 
     one()
     wait_until(server.engine.idle)
     wait_until(lambda: not server.state.jobs)
     assert server.chat().is_success
-    return tried
+    return statuses
 
 
 def main() -> None:
@@ -230,9 +230,8 @@ def main() -> None:
     args = parser.parse_args()
     with running() as server:
         server.http.timeout = httpx.Timeout(60)
-        print(
-            f"{fuzz(server, args.cases, args.seed)} requests, no 500 and nothing that /openapi.json does not describe"
-        )
+        statuses = fuzz(server, args.cases, args.seed)
+    print(f"{statuses.total()} requests, no 500 and nothing that /openapi.json does not describe: {dict(statuses)}")
 
 
 if __name__ == "__main__":
