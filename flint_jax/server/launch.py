@@ -183,7 +183,7 @@ def banner(served: ServedModel, model: ModelSettings, server: ServerSettings, ur
             *lines,
             f"Context {served.max_model_len} tokens, {served.max_num_seqs} requests at a time. "
             f"Sampling defaults: {defaults}.",
-            f"OpenAI base URL: {url}{server.root_path}/v1",
+            f"OpenAI base URL: {url}{server.root_path}/v1, Anthropic base URL: {url}{server.root_path}",
             f"Try:  curl {url}/v1/chat/completions{key} -d '{body}'",
         ]
     )

@@ -90,7 +90,10 @@ def check_clients(server: ServePy) -> None:
             delta = chunk.choices[0].delta
             streamed += (delta.model_extra.get("reasoning") or "") + (delta.content or "")
     assert streamed == text
-    assert chunk.usage.model_dump() == whole.usage.model_dump()
+    counts, first = chunk.usage.model_dump(), whole.usage.model_dump()
+    assert counts.pop("prompt_tokens_details")["cached_tokens"] > 0  # it is the same prompt again
+    assert first.pop("prompt_tokens_details")["cached_tokens"] == 0
+    assert counts == first
     plain = server.complete("Once upon", max_tokens=12, extra_body={"ignore_eos": True})
     assert plain.usage.completion_tokens == 12
     parts = server.complete("Once upon", max_tokens=12, stream=True, extra_body={"ignore_eos": True})
