@@ -178,7 +178,7 @@ def test_pages_run_out_and_every_reply_is_whole():
     assert engine.stats()["preemptions"] > 0
     for sink in sinks:
         assert sink.tokens == reply(sink.prompt, 120, WINDOW)
-        assert len({e.cached_tokens for e in sink}) == 1
+        assert len({(e.cached_tokens, e.admitted_at) for e in sink}) == 1  # of the first admission
     assert idle(engine)
 
 
@@ -246,6 +246,29 @@ def test_when_a_request_left_the_queue():
     engine.abort(waiting.id)
     run(engine)
     assert (waiting.last.finish_reason, waiting.last.admitted_at) == ("abort", None)
+
+
+def test_the_host_reads_one_step_behind_the_device():
+    engine = make()
+    sink = submit(engine, [1, 2, 3])
+    for behind in range(4):
+        engine.step()
+        assert len(engine._inflight) == 1
+        assert len(sink.tokens) == behind
+    run(engine)
+    assert len(sink.tokens) == 8
+
+
+def test_an_aborted_slot_stands_still():
+    engine = make()
+    sink = submit(engine, [1, 2, 3], GREEDY.replace(max_tokens=50))
+    while not sink.tokens:
+        engine.step()
+    slot = engine._jobs[sink.id].request.slot
+    assert engine.steps.slots[slot].active
+    engine.abort(sink.id)
+    run(engine)
+    assert not engine.steps.slots[slot].active
 
 
 def test_a_listener_that_raises_loses_its_own_request_only():

@@ -255,6 +255,7 @@ def test_few_snapshots_hold_the_last_conversations():
 
 def test_snapshots_inside_prompts_go_before_those_at_ends():
     chat = Chat(snapshots=8, interval=8)
+
     def passing():
         return sorted(s.high for s in chat.scheduler.cache.snapshots.values() if s.passing)
 
