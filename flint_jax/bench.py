@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from flint_jax import score_bench
 from flint_jax.cache import PAGE, table_width
 from flint_jax.model import Flint
 from flint_jax.numerics import Numerics
@@ -45,6 +46,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     load.add_argument("--tokens", type=int, default=64, help="0: load only")
     load.add_argument("--kernels", default="auto", choices=("auto", "xla", "pallas"))
     load.set_defaults(run=_load)
+    score = commands.add_parser("score", help="tokens scored a second, random weights, against plain prefill")
+    score_bench.arguments(score)
+    score.set_defaults(run=score_bench.run)
     commands.add_parser("serve", help="load on a running server, and a check of what it sends; see bench serve --help")
     args = parser.parse_args(argv)
     print(_header())

@@ -22,7 +22,7 @@ from flint_jax.model import Flint
 from flint_jax.numerics import Numerics
 from pallas_kernels.sink_attention import reference as sink_attention
 
-LOGITS_BYTES = 1 << 28  # float32 logits of one ``score`` call, at most
+LOGITS_BYTES = 1 << 29  # float32 logits of one ``score`` call, at most
 
 
 @jax.tree_util.register_dataclass
@@ -46,7 +46,7 @@ def page_bytes(config: FlintConfig, itemsize: int) -> int:
 
 
 def positions_per_call(vocab_size: int, tokens: int) -> int:
-    """P: positions whose logits exist at once. A power of two, at most ``tokens`` / 2 and 256 MiB of logits."""
+    """P: positions whose logits exist at once. A power of two, at most ``tokens`` / 2 and 512 MiB of logits."""
     fits = max(16, min(512, LOGITS_BYTES // (4 * vocab_size), tokens // 2))
     return 1 << (fits.bit_length() - 1)
 
