@@ -361,3 +361,47 @@ def test_pieces_join_to_the_whole():
     assert TOK.pieces(text) == ["a", THINK, "é ", USER, USER, " b"]
     assert TOK.pieces("") == []
     assert TOK.pieces("<think>") == [THINK]
+
+
+# -- open-ended prompts, the thinking switch ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("said", ["The answer", "a <", "2 <|user|> b", "", "trailing <|", "x\n\ny"])
+@pytest.mark.parametrize("parse", [False, True])
+def test_the_final_message_can_be_left_open(said, parse):
+    messages = [user("<|assistant|>hi"), {"role": "assistant", "content": said, "reasoning": "r"}]
+    options = {"add_generation_prompt": False, "parse_special_in_content": parse}
+    prompt = prepare_chat(TOK, TEMPLATE, messages, continue_final_message=True, **options)
+    closed = prepare_chat(TOK, TEMPLATE, messages, **options)
+    assert prompt.text.endswith(f"<think>r</think>{said}")
+    assert closed.text.startswith(prompt.text)
+    assert prompt.ids.count(ASSISTANT) == 1 + parse
+    assert prompt.ids.count(USER) == 1 + (parse and "<|user|>" in said)
+
+
+def test_what_cannot_be_left_open_is_refused():
+    for messages, more in (
+        ([user("a")], {"add_generation_prompt": True}),
+        ([user("a"), {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}], {}),
+    ):
+        options = {"add_generation_prompt": False} | more
+        with pytest.raises(RequestError) as refused:
+            prepare_chat(TOK, TEMPLATE, messages, continue_final_message=True, **options)
+        assert refused.value.param == "continue_final_message"
+    silent = ChatTemplate("{% for m in messages %}{{ m.role }}{% endfor %}")
+    with pytest.raises(RequestError, match="leaves the last message's content out"):
+        prepare_chat(TOK, silent, [user("a")], continue_final_message=True, add_generation_prompt=False)
+
+
+@pytest.mark.parametrize(
+    ("source", "has"),
+    [
+        ("{{ messages[0].content }}", False),
+        ("{% if enable_thinking %}a{% endif %}", True),
+        ("{% if thinking %}a{% endif %}", True),
+        ("{{ raise_exception('no') }}", False),
+    ],
+)
+def test_whether_a_template_takes_notice_of_the_thinking_switch(source, has):
+    assert ChatTemplate(source).has_thinking_switch is has
+    assert TEMPLATE.has_thinking_switch
