@@ -24,7 +24,7 @@ def _json(schema: Schema) -> dict[str, Any]:
 
 
 def _json_or_events(schema: Schema) -> dict[str, Any]:
-    return _json(schema) | {"text/event-stream": {"schema": {"type": "string"}}}
+    return _json(schema) | {"text/event-stream": {"schema": {"type": "object", "description": "one event"}}}
 
 
 def _body(required: list[str], **fields: Schema) -> Schema:
@@ -107,6 +107,19 @@ COMPONENTS: dict[str, Schema] = {
     ),
     "AnthropicError": _body(
         ["type", "error"], type={"const": "error"}, error=_body(["type", "message"], type=_STRING, message=_STRING)
+    ),
+    "AnthropicMessage": _body(
+        ["role", "content"],
+        role={"enum": ["user", "assistant"]},
+        content={
+            "anyOf": [
+                _STRING,
+                {"type": "array", "items": _body(["type", "text"], type={"const": "text"}, text=_STRING)},
+            ]
+        },
+    ),
+    "AnthropicTool": _body(
+        ["name", "input_schema"], name={"type": "string", "minLength": 1}, description=_STRING, input_schema=_OBJECT
     ),
     "Part": {"anyOf": [_STRING, _body(["type", "text"], type={"enum": ["text"]}, text=_STRING)]},
     "Message": _body(
@@ -261,17 +274,17 @@ ROUTES: dict[tuple[str, str], dict[str, Any]] = {
         "body": _body(
             ["messages", "max_tokens"],
             **_MODEL,
-            messages={"type": "array", "minItems": 1, "items": _OBJECT},
-            system=_nullable({"anyOf": [_STRING, {"type": "array", "items": _OBJECT}]}),
+            messages={"type": "array", "minItems": 1, "items": _ref("AnthropicMessage")},
+            system=_nullable(_STRING, "or an array of text blocks"),
             max_tokens=_integer(1),
             stream=_nullable(_BOOLEAN),
             temperature=SAMPLING["temperature"],
             top_p=SAMPLING["top_p"],
             top_k=SAMPLING["top_k"],
             stop_sequences=_nullable({"type": "array", "items": _STRING}),
-            tools=_nullable({"type": "array", "items": _OBJECT}),
-            tool_choice=_nullable(_OBJECT),
-            thinking=_nullable(_OBJECT),
+            tools=_nullable({"type": "array", "items": _ref("AnthropicTool")}),
+            tool_choice=_nullable(_body(["type"], type={"enum": ["auto", "none"]}), "also any, and tool with a name"),
+            thinking=_nullable(_body(["type"], type={"enum": ["disabled", "adaptive"]}), "or enabled with a budget"),
         ),
         "answer": _json_or_events(_body(["id", "type", "role", "content"])),
         "error": _ref("AnthropicError"),
@@ -280,9 +293,9 @@ ROUTES: dict[tuple[str, str], dict[str, Any]] = {
         "body": _body(
             ["messages"],
             **_MODEL,
-            messages={"type": "array", "minItems": 1, "items": _OBJECT},
-            system=_nullable({"anyOf": [_STRING, {"type": "array", "items": _OBJECT}]}),
-            tools=_nullable({"type": "array", "items": _OBJECT}),
+            messages={"type": "array", "minItems": 1, "items": _ref("AnthropicMessage")},
+            system=_nullable(_STRING, "or an array of text blocks"),
+            tools=_nullable({"type": "array", "items": _ref("AnthropicTool")}),
         ),
         "answer": _json(_body(["input_tokens"], input_tokens=_integer(0))),
         "error": _ref("AnthropicError"),
