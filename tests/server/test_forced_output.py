@@ -12,6 +12,7 @@ import numpy as np
 import openai
 import pytest
 
+from flint_jax import sampling
 from flint_jax.engine import Engine
 from flint_jax.grammar import State
 from flint_jax.guided.constraint import ConstraintError
@@ -169,6 +170,21 @@ def test_an_open_mask_changes_nothing(engine):
     assert plain.tokens == masked.tokens
     assert len(plain.tokens) > 10
     np.testing.assert_array_equal(plain.scores, masked.scores)
+
+
+def test_a_token_drawn_again_counts_once(steps):
+    row = sampling.slot_row(FREE, (5, 6, 7), 512, (), 0)
+    steps.admit(1, row, 400)
+    _, logits = steps.prefill((5, 6, 7), 1, 0, True)
+    mask = np.zeros((1, 16), np.int32)
+    mask[0, 3] = 1 << 9
+    for _ in range(2):  # however often
+        assert steps.redraw([1], logits, mask, np.ones(1, bool)).tolist() == [3 * 32 + 9]
+        state = steps.state.sampling
+        assert (int(state.generated[1]), int(state.out_count[1].sum())) == (1, 1)
+        assert int(state.out_count[1, 105]) == 1
+        assert int(steps.state.position[1]) == 3
+    steps.release(1)
 
 
 def test_greedy_takes_the_best_of_what_is_allowed(engine):
