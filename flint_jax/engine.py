@@ -6,7 +6,6 @@ One thread drives it (``start``), or a caller does (``step``); ``submit`` and ``
 from __future__ import annotations
 
 import collections
-import dataclasses
 import itertools
 import logging
 import threading
@@ -18,65 +17,16 @@ import numpy as np
 from flint_jax import masks, sampling
 from flint_jax.cache import PAGE, ring_size
 from flint_jax.errors import FlintError, RequestError
+from flint_jax.jobs import Event, Job, Result, token_limit
 from flint_jax.logprobs import PromptLogprobs, TokenLogprob, token_logprob
+from flint_jax.plan import Admit, Chunk, CopyPage, Op, Plan, Request, Restore, Save
 from flint_jax.sampling import SamplingParams
-from flint_jax.scheduler import Admit, Chunk, CopyPage, Op, Plan, Request, Restore, Save, Scheduler
+from flint_jax.scheduler import Scheduler
 from flint_jax.step import Steps
 
+__all__ = ["Engine", "Event", "TokenLogprob"]
+
 log = logging.getLogger("flint_jax.engine")
-
-
-@dataclasses.dataclass(frozen=True)
-class Event:
-    """News of one request. The last one has a finish_reason: "stop", "length", "abort" or "error".
-
-    cached_tokens: how many of the prompt's tokens were taken from the prefix cache. admitted_at: when it left the queue
-    for the first time, in seconds of time.monotonic.
-    A token that ends the request (an end-of-turn or stop id) is named in ``stop_token`` and not part of ``token_ids``.
-    prompt_logprobs: with the first token, if asked for; one entry a prompt token, None for the first.
-    """
-
-    request_id: str
-    token_ids: tuple[int, ...] = ()
-    logprobs: tuple[TokenLogprob, ...] | None = None
-    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
-    finish_reason: str | None = None
-    stop_token: int | None = None
-    error: str | None = None
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    admitted_at: float | None = None
-
-
-@dataclasses.dataclass(eq=False)
-class _Job:
-    """What the engine knows of a request beyond scheduling."""
-
-    request: Request
-    params: SamplingParams
-    stops: frozenset[int]
-    seed: int
-    on_event: Callable[[Event], None]
-    tracker: masks.Tracker | None = None
-    prompt_scores: PromptLogprobs | None = None
-    generates: bool = True
-    admitted_at: float | None = None
-
-    def event(self, **news) -> Event:
-        """News of the request."""
-        r = self.request
-        return Event(
-            r.id, prompt_tokens=len(r.prompt), cached_tokens=r.cached or 0, admitted_at=self.admitted_at, **news
-        )
-
-
-@dataclasses.dataclass
-class _Result:
-    """Tokens a dispatched step will yield: one row per (job, admission epoch)."""
-
-    rows: list[tuple[_Job, int]]
-    tokens: object
-    details: tuple | None
 
 
 class Engine:
@@ -112,10 +62,10 @@ class Engine:
             ring=ring_size(window),
         )
         self._tables = np.zeros(steps.tables.shape, np.int32)
-        self._jobs: dict[str, _Job] = {}
+        self._jobs: dict[str, Job] = {}
         self._inbox: collections.deque[tuple[str, object]] = collections.deque()
         self._wake = threading.Condition()
-        self._inflight: collections.deque[_Result] = collections.deque()
+        self._inflight: collections.deque[Result] = collections.deque()
         self._dispatching = False
         self._late: collections.deque[Op] = collections.deque()
         self._seeds = np.random.SeedSequence(seed)
@@ -154,7 +104,7 @@ class Engine:
         """
         self._refuse_when_stopped()
         prompt = tuple(int(t) for t in prompt_ids)
-        limit = self._limit(prompt, params, generate)
+        limit = token_limit(prompt, params, generate, min(self.max_model_len, self.scheduler.capacity()))
         if constraint is not None:
             params = masks.held(params)
         params.check_vocabulary(self.config.vocab_size)
@@ -176,7 +126,7 @@ class Engine:
             scores = None if prompt_logprobs is None else PromptLogprobs(prompt, prompt_logprobs)
             request = Request(name, prompt, limit, cache_salt or "", reuse_prefix and scores is None)
             tracker = None if constraint is None else constraint.begin()
-            job = _Job(request, params, stops, seed, on_event, tracker, scores, generate)
+            job = Job(request, params, stops, seed, on_event, tracker, scores, generate)
             self._jobs[name] = job
             self._inbox.append(("submit", job))
             self._wake.notify()
@@ -333,7 +283,7 @@ class Engine:
         if chunk.final:
             self._expect([job], token, logits)
 
-    def _expect(self, jobs: Sequence[_Job], tokens, logits) -> None:
+    def _expect(self, jobs: Sequence[Job], tokens, logits) -> None:
         """Results to come of a step; those of rows with a constraint are drawn again under it."""
         rows = [(job, job.request.epoch) for job in jobs]
         if any(job.tracker is not None for job in jobs):
@@ -343,9 +293,9 @@ class Engine:
             details = self.steps.logprobs(logits, tokens)
         for array in (tokens, *(details or ())):
             array.copy_to_host_async()
-        self._inflight.append(_Result(rows, tokens, details))
+        self._inflight.append(Result(rows, tokens, details))
 
-    def _redraw(self, rows: Sequence[tuple[_Job, int]], tokens, logits):
+    def _redraw(self, rows: Sequence[tuple[Job, int]], tokens, logits):
         """While the device works on the step, learn the tokens before it and make the masks that follow from them."""
         slots = [job.request.slot for job, _ in rows]
         held = {job.request.id for job, _ in rows if job.tracker is not None}
@@ -361,7 +311,7 @@ class Engine:
         return self.steps.redraw(slots, logits, allowed, chosen, fast)
 
     @staticmethod
-    def _waits(job: _Job, epoch: int) -> bool:
+    def _waits(job: Job, epoch: int) -> bool:
         """Whether the request still wants the token of a step that was dispatched in this epoch of it."""
         request = job.request
         return not request.ended and request.epoch == epoch and request.slot is not None
@@ -373,14 +323,14 @@ class Engine:
             row[: len(request.pages)] = request.pages
             self.steps.set_table(request.slot, row.copy())
 
-    def _read(self, result: _Result) -> None:
+    def _read(self, result: Result) -> None:
         tokens = np.asarray(result.tokens)
         details = None if result.details is None else tuple(np.asarray(d) for d in result.details)
         for i, (job, epoch) in enumerate(result.rows):
             if self._waits(job, epoch):  # else it ended, or was preempted, after this step was dispatched
                 self._deliver(job, int(tokens[i]), details, i)
 
-    def _deliver(self, job: _Job, token: int, details: tuple | None, row: int) -> None:
+    def _deliver(self, job: Job, token: int, details: tuple | None, row: int) -> None:
         request = job.request
         if token < 0:
             if self.scheduler.retry(request):
@@ -423,7 +373,7 @@ class Engine:
         else:
             self._finish(job, event)
 
-    def _finish(self, job: _Job, event: Event) -> None:
+    def _finish(self, job: Job, event: Event) -> None:
         if job.request.slot is not None and event.finish_reason in ("abort", "error"):
             self.steps.release(job.request.slot)
         # What a failed request computed or took up may be what made it fail: nobody is to find it.
@@ -437,7 +387,7 @@ class Engine:
             self._jobs.pop(job.request.id, None)
         self._tell(job, event)
 
-    def _tell(self, job: _Job, event: Event) -> None:
+    def _tell(self, job: Job, event: Event) -> None:
         """A listener that fails loses its own request, and nobody else's."""
         try:
             job.on_event(event)
@@ -454,22 +404,3 @@ class Engine:
         for job in jobs:
             self.scheduler.end(job.request, keep=False)
             self._tell(job, job.event(finish_reason=reason, error=error))
-
-    # -- validation ------------------------------------------------------------------------------------------------
-
-    def _limit(self, prompt: tuple[int, ...], params: SamplingParams, generate: bool) -> int:
-        """Most tokens of prompt and output together."""
-        room = min(self.max_model_len, self.scheduler.capacity())
-        if not prompt:
-            raise RequestError("the prompt has no tokens; send at least one", param="prompt", code="invalid_value")
-        if len(prompt) + generate > room:
-            raise RequestError(
-                f"This model's maximum context length is {room} tokens. However, your prompt has {len(prompt)} tokens"
-                f"{' and at least one must be left for the answer' if generate else ''}. Please shorten the prompt.",
-                param="prompt",
-                code="context_length_exceeded",
-            )
-        if not generate:
-            return len(prompt)
-        wanted = room if params.max_tokens is None else len(prompt) + params.max_tokens
-        return min(wanted, room)

@@ -12,12 +12,11 @@ decision may rely on all before it: a page given up is still intact for the copy
 
 from __future__ import annotations
 
-import array
 import collections
-import dataclasses
 from collections.abc import Iterable, Sequence
 
-from flint_jax.prefix_cache import ID_BYTES, Hit, Node, PagePool, PrefixCache, Snapshot, common
+from flint_jax.plan import Admit, Chunk, CopyPage, Op, Plan, Request, Restore, Save
+from flint_jax.prefix_cache import ID_BYTES, Hit, Node, PagePool, PrefixCache, common
 
 # Tokens that may be in flight when a step is planned: the host reads one step late.
 LOOKAHEAD = 2
@@ -25,139 +24,6 @@ INTERVAL = 8192  # tokens between snapshots inside a long prompt
 SHARE = 4  # the snapshots inside one prompt take at most this fraction of all: 1 / SHARE
 WORTH = 2  # pages of prefill that are worth a snapshot of their own, or waiting for somebody else's
 PIECES = 4  # most prefill pieces of one iteration: however short, each costs about as much as a quarter of the budget
-
-
-@dataclasses.dataclass(eq=False)
-class Request:
-    """One sequence: a prompt, then what was generated and seen by the host.
-
-    salt: requests share prefixes only with those of the same salt. reuse: whether it may take up cached prefixes.
-    """
-
-    id: str
-    prompt: tuple[int, ...]
-    limit: int  # most tokens in all, prompt included
-    salt: str = ""
-    reuse: bool = True
-    output: list[int] = dataclasses.field(default_factory=list)
-    slot: int | None = None
-    pages: list[int] = dataclasses.field(default_factory=list)
-    prefilled: int = 0  # tokens in the cache or handed to prefill since the last admission
-    target: int = 0  # tokens to prefill: all that were known at admission
-    dispatched: int = 0  # tokens drawn or being drawn, as far as steps were dispatched
-    ended: bool = False
-    epoch: int = 0  # counts admissions: results of an earlier one are stale
-    taken: int = 0  # tokens taken up from the cache at the last admission
-    cached: int | None = None  # prompt tokens found in the cache at the first admission
-    marks: list[int] = dataclasses.field(default_factory=list)  # where prefill is cut for a snapshot, last first
-    branch: int = 0  # the mark at which its prompt leaves a known path
-    leader: tuple[Request, int] | None = None  # what it waited for: another's prefill to reach this position
-    lineage: list[Snapshot] = dataclasses.field(default_factory=list)  # snapshots it came from or left behind
-    stale: int = 0  # its rings may hold tokens of another sequence up to this position
-    trail: Node | None = None  # where its path in the prefix cache was last seen
-
-    def __post_init__(self) -> None:
-        self._prompt_bytes = array.array("i", self.prompt).tobytes()
-
-    @property
-    def known(self) -> int:
-        """How many tokens there are."""
-        return len(self.prompt) + len(self.output)
-
-    @property
-    def decoding(self) -> bool:
-        """Prefill is fully dispatched."""
-        return self.slot is not None and self.prefilled == self.target
-
-    @property
-    def exhausted(self) -> bool:
-        """Every token it may have is dispatched."""
-        return len(self.prompt) + self.dispatched >= self.limit
-
-    def slice(self, start: int, stop: int) -> Sequence[int]:
-        """Tokens of positions [start, stop)."""
-        edge = len(self.prompt)
-        return (*self.prompt[start:stop], *self.output[max(start - edge, 0) : max(stop - edge, 0)])
-
-    def span(self, start: int, stop: int) -> bytes:
-        """The same, four bytes each."""
-        edge = len(self.prompt)
-        head = self._prompt_bytes[4 * start : 4 * min(stop, edge)] if start < edge else b""
-        if stop <= edge:
-            return head
-        return head + array.array("i", self.output[max(start - edge, 0) : stop - edge]).tobytes()
-
-
-@dataclasses.dataclass(frozen=True)
-class Admit:
-    """The request gets its slot."""
-
-    request: Request
-
-
-@dataclasses.dataclass(frozen=True)
-class Restore:
-    """Copy snapshot ``index`` into the rings of ``slot``."""
-
-    index: int
-    slot: int
-
-
-@dataclasses.dataclass(frozen=True)
-class CopyPage:
-    """Copy a page, before its copy is written to."""
-
-    source: int
-    target: int
-
-
-@dataclasses.dataclass(frozen=True)
-class Chunk:
-    """A piece of prefill: tokens [start, start + count) of a request; final when it is the last piece."""
-
-    request: Request
-    start: int
-    count: int
-    final: bool
-
-
-@dataclasses.dataclass(frozen=True)
-class Save:
-    """Copy the rings of ``slot`` to snapshot ``index``."""
-
-    slot: int
-    index: int
-
-
-Op = Admit | Restore | CopyPage | Chunk | Save
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """One iteration: ``ops`` in order, then one decode step of the requests in ``decode``.
-
-    moved: running requests whose pages changed, so that their block tables are to be sent before anything else.
-    """
-
-    ops: tuple[Op, ...]
-    decode: tuple[Request, ...]
-    preempted: tuple[Request, ...]
-    moved: tuple[Request, ...]
-
-    @property
-    def chunks(self) -> tuple[Chunk, ...]:
-        """Its pieces of prefill."""
-        return tuple(op for op in self.ops if isinstance(op, Chunk))
-
-    @property
-    def admitted(self) -> tuple[Request, ...]:
-        """Requests that got a slot."""
-        return tuple(op.request for op in self.ops if isinstance(op, Admit))
-
-    @property
-    def empty(self) -> bool:
-        """No token will come of it."""
-        return not (self.decode or any(isinstance(op, Chunk) for op in self.ops))
 
 
 class Scheduler:

@@ -203,7 +203,7 @@ def test_a_cached_seeded_reply_among_seven_others(engine, caching):
 def test_random_aborts_leak_nothing(engine):
     rng = random.Random(0)
     waiting = []
-    for round_ in range(120):
+    for round_ in range(40):
         if rng.random() < 0.7:
             sink = Sink()
             prompt = [rng.randrange(480) for _ in range(rng.randint(1, 90))]
@@ -212,7 +212,7 @@ def test_random_aborts_leak_nothing(engine):
         if waiting and rng.random() < 0.4:
             engine.abort(rng.choice(waiting)[0])
         engine.step()
-        if round_ % 40 == 0:
+        if round_ % 20 == 0:
             engine.abort("no such request")
     while engine.step():
         pass

@@ -2,7 +2,7 @@
 
 import pytest
 
-from flint_jax.scheduler import Request
+from flint_jax.plan import Request
 from tests.engine.test_scheduler import PAGE, RING, WINDOW, Rig, solo
 
 SLACK = RING - WINDOW + 1  # positions that a snapshot reaches back once its ring has wrapped

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from flint_jax.scheduler import Admit, Chunk, CopyPage, Request, Restore, Save, Scheduler
+from flint_jax.plan import Admit, Chunk, CopyPage, Request, Restore, Save
+from flint_jax.scheduler import Scheduler
 from flint_jax.step import Sizes
 from tests.engine.fake_steps import FakeSteps, reply
 
