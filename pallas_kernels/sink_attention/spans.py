@@ -62,17 +62,16 @@ def kernel(spec: Spans):
         real = slot < spec.slots
         units = (position >> 4) + 1
         share = ((units + (spec.parts * spec.cluster - 1)) // (spec.parts * spec.cluster)).maximum(spec.warps)
-        used = (units + (share * spec.cluster - 1)) // (share * spec.cluster)  # clusters that have something to do
-        with emit.when(emit.both(real, part < used)):
+        with emit.when(emit.both(real, part * spec.cluster * share < units)):
             first = ((part * spec.cluster + rank) * share).minimum(units)
             stop = (first + share).minimum(units)
             scan(spec, ops, lane, layer, model_layer, row, head, slot, position, first, stop)
-            finish(ops, lane, rank, part, row, head, model_layer, used)
+            finish(ops, lane, rank, part, row, head, model_layer, units, share * spec.cluster)
         first_block = emit.both(part.equals(0), rank.equals(0))
         with emit.when(emit.both(emit.negate(real), emit.both(first_block, lane.warp.equals(0)))):
             store_zeros(spec, ops, lane, row, head)
 
-    def finish(ops, lane, rank, part, row, head, model_layer, used):
+    def finish(ops, lane, rank, part, row, head, model_layer, units, of_cluster):
         for j in range(spec.jobs):
             mine = lane.warp + spec.warps * j
             merged = join_warps(spec, lane, ops.units, stride, mine % tile.HEADS)
@@ -85,6 +84,7 @@ def kernel(spec: Spans):
         turns = range(max(1, own_heads // spec.warps))
         mine = [lane.warp + spec.warps * j for j in turns]  # of the heads that the block finishes
         busy = lane.warp < own_heads
+        alone = of_cluster >= units
 
         def place(j: int, i):
             return (pair * spec.parts + i) * tile.HEADS + rank * own_heads + mine[j]
@@ -100,13 +100,14 @@ def kernel(spec: Spans):
                     top, total = emit.load_float(at, 2, offset=tile.WIDTH * 4)
                     parts.append(tile.Merged(top, total, emit.load_float(at + lane.lane * 16, 4)))
                 merged = tile.merge(parts, spec.scale)
-                with emit.when(used.equals(1)):
+                with emit.when(alone):
                     done(j, merged)
                 if spec.parts > 1:
-                    with emit.when(used >= 2):
+                    with emit.when(emit.negate(alone)):
                         store_partial(ops, lane, place(j, part), merged)
         if spec.parts > 1:
-            with emit.when(used >= 2):
+            with emit.when(emit.negate(alone)):
+                used = (units + (of_cluster - 1)) // of_cluster  # clusters that had something to do
                 last = arrive(lane, ops.arrivals.index(pair * spec.cluster + rank, 4), ops.note, used)
                 with emit.when(emit.both(last, busy)):
                     for j in turns:
