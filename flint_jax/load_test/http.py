@@ -32,11 +32,15 @@ class Connection:
 
     async def get(self, path: str) -> Any:
         """The JSON answer to a GET. Raises Failed."""
-        return await self._json("GET", path, None)
+        return json.loads(await self.text(path))
+
+    async def text(self, path: str) -> str:
+        """The answer to a GET as it is. Raises Failed."""
+        return await self._text("GET", path, None)
 
     async def post(self, path: str, body: dict[str, Any]) -> Any:
         """The JSON answer to a POST. Raises Failed."""
-        return await self._json("POST", path, body)
+        return json.loads(await self._text("POST", path, body))
 
     async def events(self, path: str, body: dict[str, Any]) -> AsyncIterator[tuple[float, str]]:
         """(time.perf_counter of arrival, block) for each block of a stream of server-sent events. Raises Failed."""
@@ -59,12 +63,12 @@ class Connection:
             self._streams[1].close()
             self._streams = None
 
-    async def _json(self, method: str, path: str, body: dict[str, Any] | None) -> Any:
+    async def _text(self, method: str, path: str, body: dict[str, Any] | None) -> str:
         status, headers, reader = await self._send(method, path, body)
         text = b"".join([piece async for piece in _body(reader, headers)])
         if status != 200:
             raise Failed(status, text.decode(errors="replace")[:500])
-        return json.loads(text)
+        return text.decode()
 
     async def _send(self, method: str, path: str, body: dict[str, Any] | None):
         if self._streams is None:

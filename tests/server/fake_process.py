@@ -20,8 +20,8 @@ from flint_jax.server.settings import ServerSettings
 from tests.server.fake_engine import FakeEngine, Script
 from tests.server.harness import served_model, tokenizer
 
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload([__name__])
+context = multiprocessing.get_context("forkserver")
+context.set_forkserver_preload([__name__])
 
 HI = {"messages": [{"role": "user", "content": "hi"}], "stream": True}
 
@@ -33,10 +33,10 @@ class Process:
     """
 
     def __init__(self, err: Path, *, load_s=0.0, load_error=None, text="abc", token_s=0.0, **settings):
-        self._news, far_end = _context.Pipe(duplex=False)
+        self._news, far_end = context.Pipe(duplex=False)
         self._err = err
         args = (far_end, str(err), load_s, load_error, text, token_s, settings)
-        self.process = _context.Process(target=_run, args=args)
+        self.process = context.Process(target=_run, args=args)
         self.process.start()
         far_end.close()
         self.url = self._news.recv()

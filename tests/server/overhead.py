@@ -24,6 +24,7 @@ from flint_jax.server.run import address, bind, serve
 from flint_jax.server.settings import ServerSettings
 from tests.server.harness import served_model, tokenizer
 
+_context = multiprocessing.get_context("spawn")
 BODIES = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}]},
     "/v1/completions": {"prompt": "hi"},
@@ -141,9 +142,10 @@ def _stream(url: str, path: str, tokens: int) -> bytes:
     return received
 
 
-def measure(path: str, *, tokens: int, pace: float, batch: int = 1, profile: bool = False, **settings) -> dict:
+def measure(
+    path: str, *, tokens: int, pace: float, batch: int = 1, profile: bool = False, context=_context, **settings
+) -> dict:
     """CPU microseconds a token of one route: ``server_us`` without the pretended engine, ``engine_us`` of it."""
-    context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
     process = context.Process(target=_server, args=(there, pace, profile, settings))
     process.start()

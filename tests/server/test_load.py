@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import re
 
 import pytest
@@ -10,9 +11,9 @@ from flint_jax.__main__ import main
 from flint_jax.load_test import run
 from flint_jax.load_test.conformance import Checker
 from flint_jax.load_test.http import Connection, Failed
+from tests import soak
 from tests.server.fake_engine import Script
 from tests.server.harness import running, tokenizer
-from tests.server.overhead import measure
 
 
 @pytest.mark.parametrize("endpoint", ["chat", "completions"])
@@ -135,7 +136,29 @@ def test_what_is_wrong_is_named(changes, words):
     assert any(words in text for text in found), found
 
 
-def test_the_overhead_bench_runs():
-    row = measure("/v1/completions", tokens=20, pace=0.001)
-    assert row["tokens"] == 20
-    assert row["server_us"] > 0
+# -- the judge of tests/soak.py ----------------------------------------------------------------------------------------
+
+
+def test_the_soak_sees_cross_talk(server):
+    """Replies that depend on how many requests there are."""
+    server.engine.script = lambda prompt, params: Script(
+        tokenizer().encode("together" if server.engine.stats()["running"] > 1 else "alone"), token_s=0.01
+    )
+    bodies = soak.prompts(4, 10)
+    report = asyncio.run(soak.soak(server.url, os.getpid(), bodies, streams=4, seconds=0.4, aborts=3))
+    assert report.different
+    assert "tog" in report.different[0]
+    assert report.aborts == 3
+
+
+def test_the_soak_sees_what_is_left_over():
+    before, facts = {"free_slots": 4, "free_pages": 9}, {"threads": 5, "files": 7, "bytes": 0}
+    report = soak.Report(memory=[100 << 20] * 5)
+    soak.compare(report, before, before, facts, facts)
+    assert not report.problems
+    soak.compare(report, before, before | {"free_slots": 3}, facts, facts)
+    soak.compare(report, before, before, facts, facts | {"threads": 6})
+    soak.compare(report, before, before, facts, facts | {"files": 8})
+    report.memory[-1] = 120 << 20
+    soak.compare(report, before, before, facts, facts)
+    assert [p.partition(" ")[0] for p in report.problems] == ["free_slots:", "threads:", "files:", "memory"]

@@ -11,8 +11,9 @@ import httpx
 import pytest
 
 from flint_jax.server import launch
-from tests.server.fake_process import HI, Process, last_error
+from tests.server.fake_process import HI, Process, context, last_error
 from tests.server.harness import GOLDEN, wait_until
+from tests.server.overhead import measure
 
 ROOT = Path(__file__).parents[2]
 
@@ -112,6 +113,12 @@ def test_loading_fails(process, kind, code):
             "serve.py: error: weights.gguf is cut short: 3 bytes are missing"
         ]
         assert "Traceback" not in printed
+
+
+def test_the_bench_of_overhead_runs():
+    row = measure("/v1/completions", tokens=20, pace=0.001, context=context)
+    assert row["tokens"] == 20
+    assert row["server_us"] > 0
 
 
 # -- the command line --------------------------------------------------------------------------------------------------

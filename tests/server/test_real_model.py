@@ -1,5 +1,6 @@
 """``python serve.py`` as users start it, on the embedded model and the golden checkpoints, with openai's client."""
 
+import asyncio
 import contextlib
 import json
 import os
@@ -16,6 +17,7 @@ import openai
 import pytest
 
 from loaders import load_tokenizer
+from tests import soak
 
 ROOT = Path(__file__).parents[2]
 GOLDENS = ROOT / "tests" / "goldens"
@@ -143,6 +145,16 @@ def check_hang_ups(server: ServePy) -> None:
     assert stats["free_pages"] == stats["pages"]
 
 
+def check_soak(server: ServePy) -> None:
+    """The short form of ``python -m tests.soak``: eight streams, 60 hang-ups, nothing left over, no cross-talk."""
+    load = soak.soak(server.url, server.process.pid, soak.prompts(8, 24), streams=8, seconds=12, aborts=60)
+    report = asyncio.run(load)
+    assert not report.problems
+    assert not report.different
+    assert report.aborts >= 60
+    assert report.replies >= 8
+
+
 def test_embedded_model(tmp_path):
     server = ServePy(tmp_path)
     assert server.early.status_code == 503
@@ -166,6 +178,8 @@ def check_golden_server(folder: Path, name: str, path: Path, tokenizer: str | No
     assert server.model == "my-flint"
     check_clients(server)
     check_goldens(server, name, load_tokenizer(tokenizer or path))
+    if name == "T2":
+        check_soak(server)
     code, printed = server.stop()
     assert code == 0
     assert "Traceback" not in printed
