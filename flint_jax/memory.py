@@ -12,6 +12,7 @@ from flint_jax.cache import PAGE, page_bytes, slot_bytes
 from flint_jax.config import FlintConfig
 from flint_jax.errors import ConfigError
 from flint_jax.numerics import Numerics
+from flint_jax.prompt_scores import BLOCK
 from flint_jax.step import Sizes
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
@@ -151,5 +152,5 @@ def _workspace(config: FlintConfig, chunk: int, slots: int, itemsize: int) -> in
     pairs = chunk * config.num_experts_per_tok + 64 * config.num_experts
     rows = pairs * (2 * config.hidden_size + 3 * config.moe_intermediate_size) * itemsize * 2
     dense = chunk * (2 * config.intermediate_size + 8 * config.hidden_size + 3 * config.q_size) * 4
-    logits = 6 * 4 * max(slots, 1) * config.vocab_size
+    logits = 6 * 4 * max(slots, min(chunk, BLOCK)) * config.vocab_size
     return scores + rows + dense + logits + (64 << 20)
