@@ -29,9 +29,11 @@ CANDIDATES: dict[str, list[dict[str, int]]] = {
     "nvfp4_gemv": [{"warps": n} for n in (4, 8, 12, 16)],
     "attend_ring": [{"splits": s, "warps": n} for s in (1, 2, 4, 8) for n in (4, 8)],
     "attend_spans": [
-        {"cluster": 8, "parts": 4, "stages": 3},
-        {"cluster": 4, "parts": 8},
+        {"cluster": 8, "parts": 3, "stages": 2},
+        {"cluster": 8, "parts": 3, "stages": 3},
+        {"cluster": 4, "parts": 7},
         {"cluster": 2, "parts": 16},
+        {"cluster": 2, "parts": 16, "stages": 3},
         {"cluster": 1, "parts": 33},
     ],
     "attend_pages": [

@@ -135,7 +135,7 @@ def cases() -> list[Case]:
     other = [ring_case(1, splits=4), ring_case(1, splits=8, warps=4), ring_case(1, splits=1), ring_case(8, splits=1)]
     other += [
         page_case(1, 100 * 1024, **options)
-        for options in ({"stages": 3}, {"cluster": 4, "parts": 8}, {"cluster": 1, "parts": 33}, {"blocks_per_core": 1})
+        for options in ({"stages": 3}, {"cluster": 8, "parts": 3}, {"cluster": 1, "parts": 33}, {"blocks_per_core": 1})
     ]
     several = [ring_case(1, tokens=4), page_case(1, 8 * 1024, tokens=4), page_case(4, 8 * 1024, tokens=8)]
     return window + full + several + other

@@ -112,7 +112,7 @@ def kernel(spec: Spans):
                 with emit.when(emit.both(last, busy)):
                     for j in turns:
                         at = functools.partial(place, j)
-                        done(j, join_partials(spec, ops, lane, at, used, min(DEPTH, spec.parts)))
+                        done(j, join_partials(spec, ops, lane, at, used, min(2 * DEPTH, spec.parts)))
 
     pairs = spec.rows * spec.kv_heads
     return emit.kernel(

@@ -181,6 +181,16 @@ def test_one_row_in_clusters(position, options):
     run_pages([2], [position], **options)
 
 
+def test_the_rule_for_one_row_goes_by_the_room_in_the_table():
+    """Clusters of 8 for short contexts, pairs of blocks on nearly all cores for long ones; never more than cores."""
+    short, long = (mosaic.spans_rule(4, 132, room) for room in (16_384, 16_448))
+    assert (short["cluster"], short["parts"], long["cluster"], long["parts"]) == (8, 3, 2, 16)
+    for cores in (1, 60, 132, 148):
+        for room in (1024, 262_144):
+            rule = mosaic.spans_rule(4, cores, room)
+            assert rule["parts"] == 1 or rule["cluster"] * rule["parts"] * 4 <= cores
+
+
 @pytest.mark.parametrize("several", [False, True])
 def test_whoever_arrives_last_the_result_is_the_same(several, monkeypatch):
     """Blocks run in this order and in the opposite one: every bit stays."""
