@@ -129,6 +129,27 @@ def check_goldens(server: ServePy, name: str, tokenizer) -> None:
     np.testing.assert_allclose(alone[0].logprobs.token_logprobs, arrays["greedy_a.logprob"], atol=1e-4)
 
 
+def check_forced(server: ServePy) -> None:
+    """A forced call, a schema, scores of the prompt: all of it compiled before the server was ready."""
+    ping = {"type": "function", "function": {"name": "ping", "parameters": {"type": "object", "properties": {}}}}
+    ping["function"]["strict"] = True
+    plain = {"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}}
+    ask = {"model": server.model, "messages": HELLO, "max_tokens": 120, **plain}
+    reply = server.client.chat.completions.create(
+        **ask, tools=[ping], tool_choice="required", parallel_tool_calls=False
+    )
+    assert [(c.function.name, c.function.arguments) for c in reply.choices[0].message.tool_calls] == [("ping", "{}")]
+    schema = {"type": "object", "properties": {"n": {"type": "integer", "maximum": 9}}, "required": ["n"]}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema | {"additionalProperties": False}}}
+    choices = server.client.chat.completions.create(**ask, n=2, response_format=form).choices
+    assert all(json.loads(c.message.content)["n"] <= 9 for c in choices if c.finish_reason == "stop")
+    scores = server.complete("Once upon a time", max_tokens=0, echo=True, logprobs=1).choices[0].logprobs.token_logprobs
+    assert scores[0] is None
+    assert all(s <= 0 for s in scores[1:])
+    metrics = httpx.get(f"{server.url}/metrics").text
+    assert re.search(r"recompilations_total(\{.*\})? 0(\.0)?$", metrics, re.MULTILINE), metrics
+
+
 def check_hang_ups(server: ServePy) -> None:
     """Clients that hang up leave no request behind."""
     for n in range(5):
@@ -162,6 +183,7 @@ def test_embedded_model(tmp_path):
     for words in ("Ready: ", "embedded", "GiB", f"{server.url}/v1", "curl"):
         assert words in server.printed
     check_clients(server)
+    check_forced(server)
     check_hang_ups(server)
     # the line that the banner offers works as it is
     command = server.printed.strip().splitlines()[-1].removeprefix("Try: ").strip()
