@@ -11,6 +11,7 @@ from typing import Any
 from starlette.requests import ClientDisconnect, Request
 
 from flint_jax.server.errors import ApiError, ClientGone, bad_request
+from flint_jax.server.records import timings
 
 log = logging.getLogger("flint_jax.server")
 
@@ -202,6 +203,7 @@ def log_once(message: str) -> None:
 
 
 def log_unknown(fields: Fields, ignored: frozenset[str]) -> None:
-    """Say once, for each name, that a field was ignored."""
+    """Count the fields that were ignored, and say so once for each name."""
     for name in fields.unknown(ignored):
+        timings.get().unknown_fields += 1
         log_once(f"ignoring the unknown request field {name!r:.64}")

@@ -181,7 +181,7 @@ class Job:
 
     def _end(self, index: int, record: Record, event: Any) -> None:
         record.cached_tokens = event.cached_tokens
-        record.admitted = getattr(event, "admitted_at", None) or 0.0
+        record.admitted = event.admitted_at or 0.0
         record.reason = event.finish_reason
         if event.finish_reason == ERROR:
             record.corrupted = getattr(self._engine, "failed", None) is None

@@ -99,6 +99,7 @@ class Metrics:
         yield ended
         yield self._counter("admission_rejections", "Requests refused because the queue was full.", timings.rejected)
         yield self._counter("corrupted_requests", "Requests failed because of NaN logits.", timings.corrupted)
+        yield self._counter("unknown_request_fields", "Fields of requests that were ignored.", timings.unknown_fields)
         for name, (attribute, text) in _HISTOGRAMS.items():
             values: Histogram = getattr(timings, attribute)
             family = HistogramMetricFamily(f"{self._prefix}:{name}", text, labels=["model_name"])

@@ -14,7 +14,7 @@ from time import monotonic
 from starlette.datastructures import Headers, MutableHeaders
 
 from flint_jax.server.errors import ApiError, ClientGone, to_api_error
-from flint_jax.server.records import Arrival, arrival
+from flint_jax.server.records import Arrival, arrival, timings
 from flint_jax.server.state import ServerState
 
 log = logging.getLogger("flint_jax.server")
@@ -66,6 +66,7 @@ class Gate:
             started = started or message["type"] == "http.response.start"
             await send(message)
 
+        timings.set(self._state.timings)
         try:
             self._check(scope)
             await self._app(scope, receive, watched_send)

@@ -91,6 +91,7 @@ class Timings:
         self.ended = dict.fromkeys(REASONS, 0)
         self.corrupted = 0
         self.rejected = 0
+        self.unknown_fields = 0
 
     def spoke(self, record: Record, tokens: int, at: float) -> None:
         """The engine said ``tokens`` more tokens at time ``at``."""
@@ -117,3 +118,7 @@ class Timings:
         if record.first:
             self.prefill.observe(max(0.0, record.first - (record.admitted or record.arrived)))
             self.decode.observe(record.last - record.first)
+
+
+# of the application that answers the current request
+timings: contextvars.ContextVar[Timings] = contextvars.ContextVar("timings")

@@ -46,6 +46,7 @@ class _Request:
     prompt_logprobs: int | None = None
     generate: bool = True
     due: float = 0.0
+    admitted_at: float | None = None
     started: bool = False
     sent: int = 0
 
@@ -154,7 +155,8 @@ class FakeEngine:
                 self._drop_aborted()
                 while self._waiting and len(self._running) < self.slots:
                     request = self._waiting.pop(0)
-                    request.due = time.monotonic() + request.script.prefill_s
+                    request.admitted_at = time.monotonic()
+                    request.due = request.admitted_at + request.script.prefill_s
                     self._running.append(request)
                 running = list(self._running)
             progress = [self._advance(r) for r in running]
@@ -223,6 +225,7 @@ class FakeEngine:
                 told,
                 prompt_tokens=len(r.prompt),
                 cached_tokens=self.cached_tokens,
+                admitted_at=r.admitted_at,
                 **how,
             )
         )

@@ -1,5 +1,6 @@
 """How the server behaves around requests: loading, keys, origins, silence, a full queue, a dead engine, tokenising."""
 
+import json
 import threading
 
 import httpx
@@ -120,6 +121,16 @@ def test_origins(allowed, origin, granted):
         assert refused.headers.get("access-control-allow-origin") == granted
 
 
+def test_what_origins_may_send():
+    with running(allow_credentials=True, allowed_methods=("GET",), allowed_headers=("x-mine",)) as server:
+        asked = {"origin": "http://localhost:3000", "access-control-request-method": "GET"}
+        granted = server.http.options("/v1/models", headers=asked).headers
+        assert granted["access-control-allow-credentials"] == "true"
+        assert granted["access-control-allow-methods"] == "GET"
+        assert "x-mine" in granted["access-control-allow-headers"]
+        assert server.http.options("/v1/models", headers=asked | {"access-control-request-method": "PUT"}).is_error
+
+
 def test_root_path():
     with running(root_path="/llm", api_keys=("k",)) as server:
         assert server.http.get("/health").status_code == 200
@@ -216,6 +227,20 @@ def test_a_dead_engine_fails_what_runs_and_turns_health_red(stream):
         wait_until(lambda: server.http.get("/health").status_code == 503)
         assert server.http.get("/health").json()["status"] == "failed"
         is_error(server.chat(), 500, "engine_failed")
+
+
+def test_a_dying_engine_ends_a_stream_that_has_begun_with_an_error_event():
+    with running() as server:
+        server.says("a" * 200, token_s=0.02)
+        with server.http.stream("POST", "/v1/chat/completions", json=HI | {"stream": True}) as response:
+            lines = response.iter_lines()
+            assert next(lines).startswith("data: ")
+            server.engine.break_down(MemoryError("device out of memory"))
+            last = [line for line in lines if line][-1]
+        error = json.loads(last.removeprefix("data: "))["error"]
+        assert (error["type"], response.status_code) == ("server_error", 200)
+        assert "memory" not in error["message"]  # of what killed it, the log tells
+        wait_until(lambda: server.http.get("/health").status_code == 503)
 
 
 def test_an_engine_that_dies_without_a_word_does_not_hang_its_clients():

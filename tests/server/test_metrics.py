@@ -20,8 +20,8 @@ num_requests_running num_requests_waiting kv_cache_usage_perc prefix_cache_queri
 prompt_tokens_total prompt_tokens_cached_total generation_tokens_total request_success_total num_preemptions_total
 admission_rejections_total corrupted_requests_total time_to_first_token_seconds inter_token_latency_seconds
 e2e_request_latency_seconds request_queue_time_seconds request_prefill_time_seconds request_decode_time_seconds
-request_prompt_tokens request_generation_tokens compilations_total compile_seconds_total recompilations_total
-build_info
+request_prompt_tokens request_generation_tokens unknown_request_fields_total compilations_total
+compile_seconds_total recompilations_total build_info
 """
 
 
@@ -70,9 +70,15 @@ def test_counts_follow_the_requests():
         got = read(server)
         assert got["request_success_total", STOP] == 2  # at an end token, at a stop string
         assert got["request_success_total", LENGTH] == 5
-        for name in ("time_to_first_token_seconds", "request_prompt_tokens", "e2e_request_latency_seconds"):
+        names = (
+            "time_to_first_token_seconds request_queue_time_seconds request_prompt_tokens e2e_request_latency_seconds"
+        )
+        for name in names.split():
             assert got[f"{name}_count",] == 7, name
             assert got[f"{name}_bucket", "+Inf"] == 7
+        parts = ("queue", "prefill", "decode")
+        total = sum(got[f"request_{part}_time_seconds_sum",] for part in parts)
+        assert 0 < total <= got["e2e_request_latency_seconds_sum",]
         tokens = got["request_generation_tokens_sum",]
         assert tokens == 5 + 3 + 3 + 4 * 4
         assert got["inter_token_latency_seconds_count",] == tokens - 7
@@ -133,9 +139,7 @@ def test_times_of_a_request_add_up():
     timings.spoke(record, 2, 104.0)
     record.reason = STOP
     timings.end(record, 105.0)
-    sums = {
-        name: getattr(timings, name).total for name in vars(timings) if name not in ("ended", "corrupted", "rejected")
-    }
+    sums = {name: h.total for name, h in vars(timings).items() if isinstance(h, Histogram)}
     assert sums == {
         "first_token": 3.0,
         "inter_token": 1.0,
@@ -147,6 +151,14 @@ def test_times_of_a_request_add_up():
         "generation_tokens": 3,
     }
     assert timings.inter_token.cumulative()[-1] == ("+Inf", 2)
+
+
+def test_unknown_fields_are_counted(server):
+    before = server.state.timings.unknown_fields
+    assert server.chat(one=1, two=2, user="known").is_success
+    assert server.post("/v1/completions", {"prompt": "a", "three": 3}).is_success
+    assert server.state.timings.unknown_fields == before + 3
+    assert read(server)["unknown_request_fields_total",] == before + 3
 
 
 # -- logs --------------------------------------------------------------------------------------------------------------

@@ -115,6 +115,17 @@ def test_loading_fails(process, kind, code):
         assert "Traceback" not in printed
 
 
+def test_access_log_without_some_paths(process):
+    p = process(log_level="info", unlogged_paths=("/health",))
+    p.wait_ready()
+    for path in ("/health", "/health?x=1", "/version"):
+        assert httpx.get(p.url + path).is_success
+    p.signal(signal.SIGTERM)
+    printed = p.end()[1]
+    assert "GET /version" in printed
+    assert "GET /health" not in printed
+
+
 def test_the_bench_of_overhead_runs():
     row = measure("/v1/completions", tokens=20, pace=0.001, context=context)
     assert row["tokens"] == 20
