@@ -11,9 +11,15 @@ from collections.abc import Sequence
 from flint_jax.errors import FlintError
 
 
+_OWN_FLAGS = ("bench", "convert", "synthetic")  # commands whose modules read the rest of the line themselves
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; exit code 0, or 2 with one line on standard error for anything the user can mend."""
-    args = _parser().parse_args(argv)
+    words = list(sys.argv[1:] if argv is None else argv)
+    own = bool(words) and words[0] in _OWN_FLAGS
+    args = _parser().parse_args(words[:1] if own else words)
+    args.rest = words[1:]
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     try:
         return args.run(args)
@@ -54,7 +60,6 @@ def _parser() -> argparse.ArgumentParser:
     chat.set_defaults(run=_chat)
 
     bench = commands.add_parser("bench", help="time decoding, loading, or a running server", add_help=False)
-    bench.add_argument("rest", nargs=argparse.REMAINDER)
     bench.set_defaults(run=_bench)
 
     score = commands.add_parser("score", help="log-probabilities for a file of texts or (context, continuation) pairs")
@@ -68,11 +73,9 @@ def _parser() -> argparse.ArgumentParser:
     evaluate.set_defaults(run=_eval)
 
     convert = commands.add_parser("convert", help="between GGUF, safetensors and Orbax", add_help=False)
-    convert.add_argument("rest", nargs=argparse.REMAINDER)
     convert.set_defaults(run=_convert)
 
     synthetic = commands.add_parser("synthetic", help="write a random checkpoint", add_help=False)
-    synthetic.add_argument("rest", nargs=argparse.REMAINDER)
     synthetic.set_defaults(run=_synthetic)
     return parser
 

@@ -6,12 +6,14 @@ marker that lists the leaves and every file with its size. Without the marker, o
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+import logging
 import math
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -84,7 +86,7 @@ def save(
     path.parent.mkdir(parents=True, exist_ok=True)
     with export.whole(path) as folder:
         export.write_sidecars(folder, config, generation or {}, tokenizer, tokenizer_folder)
-        with ocp.StandardCheckpointer() as checkpointer:
+        with _quiet(), ocp.StandardCheckpointer() as checkpointer:
             checkpointer.save(folder / WEIGHTS, flat)
         files = {str(f.relative_to(folder)): f.stat().st_size for f in sorted(folder.rglob("*")) if f.is_file()}
         marker = {"version": VERSION, "leaves": leaves, "files": files}
@@ -158,7 +160,7 @@ def load(
             bare = jax.ShapeDtypeStruct(tuple(shape), jnp.dtype(kind))
             given = sharding if isinstance(sharding, jax.sharding.Sharding) else sharding(name, bare)
             abstract[name] = jax.ShapeDtypeStruct(bare.shape, bare.dtype, sharding=given)
-    with ocp.StandardCheckpointer() as checkpointer:
+    with _quiet(), ocp.StandardCheckpointer() as checkpointer:
         arrays = checkpointer.restore((plan.folder / WEIGHTS).absolute(), abstract)
     tree: Tree = {}
     segments = {name: leaf.segments for name, leaf in name_map.leaves(config).items()}
@@ -187,6 +189,18 @@ def _arrays(name: str, leaf: Any) -> tuple[str, dict[str, jax.Array]]:
             f"{name} is {type(leaf).__name__}: load the model with kernels='xla', and merge adapters first"
         )
     return kind, {name + plane: array for plane, array in zip(_PLANES[kind], planes, strict=True)}
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without Orbax's running commentary (30 lines a save, through absl)."""
+    logger = logging.getLogger("absl")
+    level = logger.level
+    logger.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def is_orbax(path: str | os.PathLike) -> bool:
