@@ -10,7 +10,6 @@ from collections.abc import Sequence
 
 from flint_jax.errors import FlintError
 
-
 _OWN_FLAGS = ("bench", "convert", "synthetic")  # commands whose modules read the rest of the line themselves
 
 
