@@ -1,5 +1,8 @@
 """The command line: names and values of vllm serve, and clear refusals."""
 
+import re
+from pathlib import Path
+
 import pytest
 
 from flint_jax.server.flag_parser import make_parser
@@ -158,6 +161,18 @@ def test_logs_metrics_and_origins_under_vllms_names():
     assert not parse(["--disable-log-requests"])[1].log_requests
     assert not parse(["--no-enable-log-requests"])[1].log_requests
     assert parse([])[1].log_stats_s == 10
+
+
+def test_the_commands_of_the_readme_are_understood():
+    text = (Path(__file__).parents[2] / "README.md").read_text().replace("\\\n", " ")
+    commands = re.findall(r"\./run serve([^\n#`]*)|vllm-openai:latest([^\n]*)", text)
+    assert len(commands) > 5
+    for ours, theirs in commands:
+        argv = (ours or theirs).split()
+        model, server, _ = parse(argv)
+        if theirs:
+            assert (model.model, model.max_model_len, model.served_names) == ("RecursiveSI/flint", 262_144, ("flint",))
+    assert any(theirs for _, theirs in commands)
 
 
 def test_sampling_defaults_from_the_command_line():
