@@ -40,7 +40,7 @@ def supported(model: Flint) -> bool:
 
 
 def new_exchange(config: FlintConfig) -> Int[Array, " W"]:
-    """The buffer that the blocks of some kernels meet in (17 KB); one for all steps of all batch sizes."""
+    """The buffer that the blocks of some kernels meet in (49 KB); one for all steps of all batch sizes."""
     return moe_gemv.new_exchange(
         config.hidden_size,
         config.num_experts,

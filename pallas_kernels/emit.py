@@ -426,6 +426,11 @@ def copy16(destination: Address, source: Address, present) -> None:
     ptx("cp.async.cg.shared.global.L2::256B [$0], [$1], 16, $2;", destination, source, size)
 
 
+def copy_word(destination: Address, source: Address, words: int = 1) -> None:
+    """Each lane starts a copy of 1 or 2 aligned words, global -> shared."""
+    ptx(f"cp.async.ca.shared.global [$0], [$1], {4 * words};", destination, source)
+
+
 def copies_commit() -> None:
     """Close a group: the lane's copies since the last one."""
     ptx("cp.async.commit_group;")
@@ -657,16 +662,28 @@ def arrival_fence() -> None:
     ptx("fence.mbarrier_init.release.cluster;")
 
 
-def bulk_copy(destination: Address, source: Address, nbytes: int, arrival: Address) -> None:
-    """Global -> shared by the copy engine; one thread calls it; completion is counted on ``arrival``."""
+def bulk_copy(
+    destination: Address, source: Address, nbytes: int, arrival: Address, expected: int | None = None
+) -> None:
+    """Global -> shared by the copy engine; one thread calls it; completion is counted on ``arrival``.
+
+    Several copies that complete together: the first says how many bytes all of them bring (``expected``), the others 0.
+    """
+    expected = nbytes if expected is None else expected
+    expect = f"mbarrier.arrive.expect_tx.shared::cta.b64 s, [$2], {expected};\n" if expected else ""
     ptx(
-        f"{{\n.reg .b64 s, policy;\n{_EVICT_FIRST}\nmbarrier.arrive.expect_tx.shared::cta.b64 s, [$2], {nbytes};\n"
+        f"{{\n.reg .b64 s, policy;\n{_EVICT_FIRST}\n{expect}"
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [$0], [$1], "
         f"{nbytes}, [$2], policy;\n}}",
         destination,
         source,
         arrival,
     )
+
+
+def arrive(at: Address) -> None:
+    """One thread's own arrival: what it wrote before, and its warp before a warp barrier, is there for who waits."""
+    ptx("{\n.reg .b64 s;\nmbarrier.arrive.shared::cta.b64 s, [$0];\n}", at)
 
 
 def arrival_wait(at: Address, parity: Int) -> None:

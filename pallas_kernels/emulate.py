@@ -39,9 +39,16 @@ class _Machine:
         self.block = first + self.rank
         self.mask = np.ones(self.threads, bool)
         self.arrivals: dict[int, int] = {}
+        self.missing: dict[int, int] = {}  # bytes announced for an arrival and not yet copied
         self.copies: list[list[tuple]] = [[]]  # groups of (lanes, places [lanes, 16], bytes), the open one last
         words = self.shared.size // 4
         self.writer = np.full(words, -1)
+        # Order through arrivals: a count of events, when a word was written, when a warp last met at a warp barrier;
+        # per arrival (warp, that time, thread, its own time); per waiting warp those of the arrivals it waited for.
+        self.events, self.written_event = 0, np.zeros(words, int)
+        self.met = np.zeros(self.threads // 32, int)
+        self.released: dict[int, tuple[int, int, int, int]] = {}
+        self.knows: dict[int, list[tuple[int, int, int, int]]] = {}
         self.written_cluster, self.written_block = np.zeros(words, int), np.zeros(words, int)
         self.written_warp = np.zeros(words, int)
         self.cluster_epoch, self.block_epoch, self.warp_epoch = 0, 0, np.zeros(self.threads // 32, int)
@@ -87,7 +94,9 @@ class _Machine:
                 self.owners[id(buffer)][places[:, ::4] // 4] = self.block[lanes][:, None]
 
     def _mark(self, lanes: np.ndarray, words: np.ndarray) -> None:
+        self.events += 1
         self.writer[words] = lanes[:, None]
+        self.written_event[words] = self.events
         self.written_cluster[words] = self.cluster_epoch
         self.written_block[words] = self.block_epoch
         self.written_warp[words] = self.warp_epoch[lanes // 32][:, None]
@@ -104,6 +113,11 @@ class _Machine:
         same_warp = writer // 32 == lanes[:, None] // 32
         synced = same_block & (self.written_block[words] < self.block_epoch)
         synced |= same_warp & (self.written_warp[words] < self.warp_epoch[lanes // 32][:, None])
+        for warp in np.unique(lanes[(other & ~synced).any(1)] // 32):
+            mine = (lanes // 32 == warp)[:, None]
+            for source, met, thread, event in self.knows.get(int(warp), []):
+                before = (writer // 32 == source) & (self.written_event[words] <= met)
+                synced |= mine & (before | ((writer == thread) & (self.written_event[words] <= event)))
         if (other & ~synced).any():
             raise AssertionError("shared memory read before a barrier after its writing by another thread")
 
@@ -370,7 +384,9 @@ def store_remote(at, rank, *words):
 
 def warp_barrier():
     machine = _now()
-    machine.warp_epoch[machine.whole_warps("a warp barrier")] += 1
+    warps = machine.whole_warps("a warp barrier")
+    machine.warp_epoch[warps] += 1
+    machine.met[warps] = machine.events
 
 
 def load(at, words: int = 1, offset: int = 0, kind: str = ""):
@@ -450,13 +466,21 @@ def add_to(at, value):
 
 
 def copy16(destination, source, present):
+    _copy(destination, source, 16, present)
+
+
+def copy_word(destination, source, words: int = 1):
+    _copy(destination, source, 4 * words, _now().mask)
+
+
+def _copy(destination, source, nbytes: int, present):
     machine = _now()
     with when(present):
-        data = machine.read(source.raw, 16)
+        data = machine.read(source.raw, nbytes)
     lanes = np.flatnonzero(machine.mask)
-    places = (destination.raw[lanes] & ((1 << _SPACE) - 1))[:, None] + np.arange(16)
-    if (places[:, 0] % 16).any() or (places >= machine.shared.size).any():
-        raise AssertionError(f"copies of 16 bytes to {places[:, 0]}")
+    places = (destination.raw[lanes] & ((1 << _SPACE) - 1))[:, None] + np.arange(nbytes)
+    if (places[:, 0] % nbytes).any() or (places >= machine.shared.size).any():
+        raise AssertionError(f"copies of {nbytes} bytes to {places[:, 0]}")
     machine.shared[places] = 0xFF
     machine.copies[-1].append((lanes, places, data[lanes]))
 
@@ -628,7 +652,19 @@ def arrival_fence():
     pass
 
 
-def bulk_copy(destination, source, nbytes: int, arrival):
+def _release(lane: int, place: int):
+    machine = _now()
+    machine.released[place] = (lane // 32, int(machine.met[lane // 32]), lane, machine.events)
+
+
+def arrive(at):
+    machine = _now()
+    for lane in np.flatnonzero(machine.mask):
+        machine.arrivals[int(at.raw[lane])] += 1
+        _release(int(lane), int(at.raw[lane]))
+
+
+def bulk_copy(destination, source, nbytes: int, arrival, expected: int | None = None):
     machine = _now()
     for lane in np.flatnonzero(machine.mask):
         space, start = divmod(int(source.raw[lane]), 1 << _SPACE)
@@ -638,7 +674,12 @@ def bulk_copy(destination, source, nbytes: int, arrival):
             raise AssertionError(f"bulk copy of {nbytes} bytes from {start} to {to}")
         machine.shared[to : to + nbytes] = buffer[start : start + nbytes]
         machine.writer[to // 4 : (to + nbytes) // 4] = -1
-        machine.arrivals[int(arrival.raw[lane])] += 1
+        # Copies are over at once here; what is checked is that as many bytes come as were announced.
+        place = int(arrival.raw[lane])
+        machine.missing[place] = machine.missing.get(place, 0) + (nbytes if expected is None else expected) - nbytes
+        machine.arrivals[place] += expected != 0
+        if expected != 0:
+            _release(int(lane), place)
 
 
 def arrival_wait(at, parity):
@@ -646,8 +687,14 @@ def arrival_wait(at, parity):
     parity = as_int(parity)
     for lane in np.flatnonzero(machine.mask):
         done = machine.arrivals[int(at.raw[lane])]
+        if machine.missing.get(int(at.raw[lane]), 0):
+            raise AssertionError(f"{machine.missing[int(at.raw[lane])]} bytes announced and not copied: would hang")
         if done == 0 or (done - 1) & 1 != parity.raw[lane]:
             raise AssertionError(f"waiting for parity {parity.raw[lane]} after {done} copies: would hang or run ahead")
+        if int(at.raw[lane]) in machine.released:
+            known = machine.knows.setdefault(int(lane) // 32, [])
+            if machine.released[int(at.raw[lane])] not in known:
+                known.append(machine.released[int(at.raw[lane])])
 
 
 _NAMES = [

@@ -16,7 +16,8 @@ float16, where code x scale x 2^-14 is exact as well.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 
 from pallas_kernels import emit
 from pallas_kernels.layout import BF16_WORDS, NVFP4_WORDS
@@ -68,17 +69,42 @@ def dot_partial(
     x: shared memory, the slice's first activation; or what this lane would read there, two words for each block (see
     ``own_halves``). ``chains`` independent product chains hide the product's latency.
     """
+    blocks = [(functools.partial(_operand, codes), functools.partial(emit.e4m3_quad, s)) for *codes, s in weights]
+    return _dot(lane, blocks, x, chains)
+
+
+def decoded(weights: Sequence[Sequence[emit.Int]]) -> list[tuple[list[list[emit.Int]], list[emit.Float]]]:
+    """Words of ``load_slice`` (NVFP4, single) -> what ``dot_decoded`` takes, per block: 8 A operands and 4 scales. In
+    registers (36 a block): worth it where the weights arrive before the activations."""
+    return [([emit.decode_codes(code) for code in codes], emit.e4m3_quad(scale)) for *codes, scale in weights]
+
+
+def dot_decoded(
+    lane: emit.Lane, weights: Sequence[tuple], x: emit.Address | Sequence[emit.Int], chains: int = 2
+) -> tuple[emit.Float, emit.Float]:
+    """``dot_single`` of weights that are ``decoded``."""
+    blocks = [(operands.__getitem__, lambda s=scales: s) for operands, scales in weights]
+    low, high = _dot(lane, blocks, x, chains)
+    return emit.sum_lanes(low, (1, 2)), emit.sum_lanes(high, (1, 2))
+
+
+def _operand(codes: Sequence[emit.Int], i: int) -> list[emit.Int]:
+    return emit.decode_codes(codes[i])
+
+
+def _dot(lane: emit.Lane, blocks: Sequence[tuple[Callable, Callable]], x, chains: int):
+    """blocks: (A operand of product i, the four scales), made when they are needed."""
     mine = x + (lane.g * 32 + lane.q * 8) if isinstance(x, emit.Address) else None
     in_column = [lane.g.equals(i) for i in range(8)]
     low, high = emit.Float(0.0), emit.Float(0.0)
-    for b, (*codes, scale) in enumerate(weights):
+    for b, (operand, scales) in enumerate(blocks):
         pair = x[2 * b : 2 * b + 2] if mine is None else emit.load(mine, 2, offset=256 * b)
         sums = [[emit.Float(0.0)] * 4 for _ in range(chains)]
         for i in range(8):
-            operand = [emit.select(in_column[i], half, 0) for half in pair]
-            sums[i % chains] = emit.mma("f16", sums[i % chains], emit.decode_codes(codes[i]), operand)
+            column = [emit.select(in_column[i], half, 0) for half in pair]
+            sums[i % chains] = emit.mma("f16", sums[i % chains], operand(i), column)
         total = [sum(parts[1:], parts[0]) for parts in zip(*sums, strict=True)]
-        s = emit.e4m3_quad(scale)
+        s = scales()
         low = emit.fma(total[1], s[1], emit.fma(total[0], s[0], low))
         high = emit.fma(total[3], s[3], emit.fma(total[2], s[2], high))
     return low, high
@@ -221,10 +247,11 @@ class Stage:
         for b in range(self.blocks):
             emit.store(at, words[2 * b], words[2 * b + 1], offset=256 * b)
 
-    def plain(self, x: emit.Address, row_bytes: int) -> None:
-        """Stage activations as they are."""
+    def plain(self, x: emit.Address, row_bytes: int, first: Sequence[list[emit.Int]] = ()) -> None:
+        """Stage activations as they are. first: the first tokens' words, where the caller has loaded them."""
+        self.keep(dict(enumerate(first)))
         group = self.tokens if self.common else max(1, 16 // self.blocks)
-        for start in range(0, self.tokens, group):
+        for start in range(len(first), self.tokens, group):
             chosen = range(start, min(start + group, self.tokens))
             self.keep({token: self.load(x, token, row_bytes) for token in chosen})
 

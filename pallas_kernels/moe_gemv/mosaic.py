@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
-from pallas_kernels import device, emit, tuned
+from pallas_kernels import device, emit
 from pallas_kernels.dispatch import KernelUnsupported
 from pallas_kernels.layout import BLOCK, ROWS, Tiles
 from pallas_kernels.moe_gemv import mosaic_block, mosaic_down, mosaic_gate_up, mosaic_router
@@ -99,7 +99,6 @@ def block(x, router_weight, norm, weights, layer, exchange, *, active):
         blocks=columns // BLOCK,
         shared_tiles=shared_rows // ROWS,
         eps=norm.eps,
-        warps=tuned.lookup("moe_gemv", f"block {columns} e{count} a{active} m{tokens} nvfp4", {"warps": 8})["warps"],
         scales=tuple(stack.global_scale.shape[-1] for stack in stacks),
     )
     spec.check(device.current().cores)

@@ -1,5 +1,7 @@
 """The emulator must notice the mistakes it is there for."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -178,3 +180,112 @@ def test_inputs_written_in_place_come_back_and_leave_the_callers_array_alone():
         results = emit.kernel(program, name="test", out=OUT, shared=[4], grid=1, warps=4, in_place=1)(x)
     assert (results[1] == 7).all()
     assert not x.any()
+
+
+@pytest.mark.parametrize(
+    ("order", "message"), [("arrive", None), ("late", "before a barrier"), ("lane", "before a barrier")]
+)
+def test_an_arrival_hands_over_what_its_warp_wrote(order, message):
+    """What the warp wrote before a warp barrier before it; not what came later, nor other lanes' without it."""
+
+    def program(x, out, shared, arrival):
+        lane = emit.Lane()
+        with emit.when(lane.thread.equals(0)):
+            emit.arrival_init(arrival)
+        emit.barrier()
+        with emit.when(lane.warp.equals(0)):
+            if order != "late":
+                emit.store(shared + lane.lane * 4, lane.lane)
+            if order != "lane":
+                emit.warp_barrier()
+            with emit.when(lane.lane.equals(0)):
+                emit.arrive(arrival)
+            if order == "late":
+                emit.store(shared + lane.lane * 4, lane.lane)
+        with emit.when(lane.warp.equals(1)):
+            emit.arrival_wait(arrival, 0)
+            emit.store(out + lane.lane * 4, *emit.load(shared + lane.lane * 4))
+
+    x = np.zeros(64, np.float32)
+    if message is None:
+        found = run(program, x, shared=(512, 8))
+        np.testing.assert_array_equal(found.view(np.uint32)[:32], np.arange(32))
+    else:
+        with pytest.raises(AssertionError, match=message):
+            run(program, x, shared=(512, 8))
+
+
+# -- words from block to block ---------------------------------------------------------------------------------------
+
+
+def neighbours(body, resident=True):
+    """``body(lane, block, exchange, out)`` in four blocks; the exchange buffer holds 1 and 2 everywhere."""
+
+    def program(exchange, out, shared):
+        body(emit.Lane(), emit.block_index(), exchange, out)
+
+    out = [jax.ShapeDtypeStruct((4, 128), jnp.int32)]
+    exchange = np.tile(np.array([1, 2], np.int32), 512)
+    with emulate.active():
+        make = functools.partial(emit.kernel, name="test", out=out, shared=[4], grid=4, warps=4)
+        return make(program, in_place=1, resident=resident)(exchange)[0]
+
+
+def place(exchange, lane, block):
+    return exchange + (block * 1024 + lane.thread * 8)
+
+
+def test_blocks_exchange_words():
+    def body(lane, block, exchange, out):
+        emit.publish(place(exchange, lane, block), block * 10, emit.Int(3))
+        at = exchange + (((block + 1) & 3) * 1024 + (lane.thread & 63) * 16)
+        first, second = emit.receive(at, emit.Int(3), words=2)
+        emit.store(out + (block * 512 + lane.thread * 4), first + second)
+
+    np.testing.assert_array_equal(neighbours(body)[:, 5], [20, 40, 60, 0])
+
+
+def test_a_word_published_later_or_never_is_noticed():
+    def body(lane, block, exchange, out):
+        emit.receive(place(exchange, lane, block), emit.Int(3))
+        emit.publish(place(exchange, lane, block), block, emit.Int(3))
+
+    with pytest.raises(AssertionError, match="would hang"):
+        neighbours(body)
+
+
+def test_a_tag_that_is_there_already_is_noticed():
+    with pytest.raises(AssertionError, match="carries already"):
+        neighbours(lambda lane, block, exchange, out: emit.publish(place(exchange, lane, block), block, emit.Int(2)))
+
+
+def test_reading_what_another_block_wrote_is_noticed():
+    def body(lane, block, exchange, out):
+        emit.store(out + (block * 512 + lane.thread * 4), block)
+        emit.load(out + (((block + 1) & 3) * 512 + lane.thread * 4))
+
+    with pytest.raises(AssertionError, match="another block"):
+        neighbours(body)
+
+
+def test_publishing_in_a_kernel_whose_blocks_run_apart_is_noticed():
+    with pytest.raises(AssertionError, match="not resident"):
+        neighbours(lambda lane, block, exchange, out: emit.publish(exchange, block, emit.Int(3)), resident=False)
+
+
+@pytest.mark.parametrize(("expected", "message"), [(256, None), (512, "256 bytes announced"), (0, "would hang")])
+def test_copies_that_complete_together(expected, message):
+    def program(x, out, shared, arrival):
+        with emit.when(emit.Lane().thread.equals(0)):
+            emit.arrival_init(arrival)
+            emit.bulk_copy(shared, x, 128, arrival, expected)
+            emit.bulk_copy(shared + 128, x + 128, 128, arrival, 0)
+        emit.barrier()
+        emit.arrival_wait(arrival, 0)
+
+    x = np.zeros(64, np.float32)
+    if message is None:
+        run(program, x, shared=(512, 8))
+    else:
+        with pytest.raises(AssertionError, match=message):
+            run(program, x, shared=(512, 8))

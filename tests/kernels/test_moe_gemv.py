@@ -9,7 +9,18 @@ import numpy as np
 import pytest
 
 from pallas_kernels import device, dispatch, emulate, layout, testing
-from pallas_kernels.moe_gemv import Experts, cases, experts, mosaic, mosaic_select, reference, router
+from pallas_kernels.moe_gemv import (
+    Experts,
+    block,
+    cases,
+    experts,
+    mosaic,
+    mosaic_block,
+    mosaic_select,
+    new_exchange,
+    reference,
+    router,
+)
 from pallas_kernels.nvfp4_gemv import Norm
 
 FEW_CORES = device.Device("emulated", (9, 0), 66, 0.0)
@@ -30,12 +41,12 @@ def random_tiles(rng, lead, rows, columns, *, nvfp4, paired) -> layout.Tiles:
     return layout.Tiles(jnp.asarray(words.view(np.int32)), scale, segments, paired)
 
 
-def expert_weights(seed, nvfp4=True, *, model=D, width=F, shared=S) -> Experts:
+def expert_weights(seed, nvfp4=True, *, model=D, width=F, shared=S, count=E) -> Experts:
     rng = np.random.default_rng(seed)
     tiles = functools.partial(random_tiles, rng, nvfp4=nvfp4)
     return Experts(
-        gate_up=tiles((LAYERS, E), 2 * width, model, paired=True),
-        down=tiles((LAYERS, E), model, width, paired=False),
+        gate_up=tiles((LAYERS, count), 2 * width, model, paired=True),
+        down=tiles((LAYERS, count), model, width, paired=False),
         shared_gate_up=tiles((LAYERS,), 2 * shared, model, paired=True),
         shared_down=tiles((LAYERS,), model, shared, paired=False),
     )
@@ -102,6 +113,93 @@ def test_a_shared_expert_that_does_not_split_into_pieces():
     compare(actual, reference.experts(x, logits, weights, 0, active=1))
 
 
+# -- a block in one launch -------------------------------------------------------------------------------------------
+
+MANY_CORES = device.Device("emulated", (9, 0), 64, 0.0)  # as many as the blocks of 1024 columns
+BLOCK = {"width": 128, "shared": 512, "count": 128}
+
+
+@functools.cache
+def block_inputs(active, width):
+    """(x, router weight, norm, weights) for calls of ``block``, router logits far apart."""
+    keys = jax.random.split(jax.random.key(active), 4)
+    x, residual = (jax.random.normal(k, (1, D), jnp.bfloat16) for k in keys[:2])
+    weight = jax.random.normal(keys[2], (LAYERS, 128, D), jnp.bfloat16) * jnp.bfloat16(0.05)
+    norm = Norm(jax.random.normal(keys[3], (5, D), jnp.bfloat16), 4, residual)
+    return x, weight, norm, expert_weights(active, model=D, width=width, shared=512, count=128)
+
+
+def emulated_block(inputs, exchange, layer=1, active=4):
+    with emulate.active(), device.assume(MANY_CORES):
+        return mosaic.block(*inputs, layer, exchange, active=active)
+
+
+def fresh_exchange(active=4, width=128):
+    return np.asarray(new_exchange(D, 128, active, width, 512))
+
+
+@pytest.mark.parametrize(("active", "width"), [(4, 128), (6, 256), (3, 128)])
+def test_block(active, width):
+    """One round of routed tiles with some blocks left over; three rounds, as the model has; a warp without an item."""
+    inputs = block_inputs(active, width)
+    actual = emulated_block(inputs, fresh_exchange(active, width), active=active)
+    expected = reference.block(*inputs, 1, None, active=active)
+    np.testing.assert_array_equal(np.asarray(actual.ids), np.asarray(expected.ids))
+    np.testing.assert_array_equal(np.asarray(actual.residual), np.asarray(expected.residual))
+    compare(actual._replace(exchange=None), expected)
+
+
+@pytest.mark.parametrize("count", [0, 7, 0xFFFFFFFE])
+def test_an_exchange_serves_call_after_call(count):
+    """Whatever the last launch left there, also when the count wraps, and words that look like results."""
+    inputs = block_inputs(4, 128)
+    other = (inputs[0] * jnp.bfloat16(-2), *inputs[1:])
+    exchange = np.full_like(fresh_exchange(), np.uint32(count).astype(np.int32))
+    for i in range(4):
+        given = inputs if i % 2 else other
+        actual = emulated_block(given, exchange, layer=i // 2)
+        compare(actual.out, reference.block(*given, i // 2, None, active=4).out)
+        exchange = actual.exchange
+        assert np.uint32(exchange.view(np.uint32)[0]) == np.uint32((count + i + 1) % 2**32)
+    tags = exchange.view(np.uint32)[mosaic_block.COUNT_BYTES // 4 + 1 :: 2]
+    assert (tags == exchange.view(np.uint32)[0]).all()  # every place was written: none can carry an old tag
+
+
+def test_a_launch_that_finds_its_tag_is_noticed():
+    """A count that was not moved on would let blocks read the last launch's words."""
+    inputs = block_inputs(4, 128)
+    exchange = emulated_block(inputs, fresh_exchange()).exchange
+    exchange[0] -= 1
+    with pytest.raises(AssertionError, match="carries already"):
+        emulated_block(inputs, exchange)
+
+
+def test_what_a_block_in_one_launch_does_not_take_goes_through_three():
+    x, weight, norm, weights = block_inputs(4, 128)
+    exchange = fresh_exchange()
+    two = jnp.concatenate([x, x])
+    few = device.Device("emulated", (9, 0), 63, 0.0)
+    plain = expert_weights(1, nvfp4=False, model=D, width=128, shared=512, count=128)
+    for cores, message, arguments in [
+        (few, "64 blocks that wait for each other on 63", (x, weight, norm, weights)),
+        (MANY_CORES, "2 tokens", (two, weight, dataclasses.replace(norm, residual=two), weights)),
+        (MANY_CORES, "NVFP4 False", (x, weight, norm, plain)),
+        (MANY_CORES, "no residual", (x, weight, dataclasses.replace(norm, residual=None), weights)),
+        (MANY_CORES, "64 experts for 64 blocks", (x, weight[:, :64], norm, expert_weights(1, shared=512))),
+    ]:
+        given = np.zeros(mosaic_block.exchange_words(D, arguments[1].shape[1], 4, 128, 512), np.int32)
+        with device.assume(cores):
+            with pytest.raises(dispatch.KernelUnsupported, match=message):
+                mosaic.block(*arguments, 1, given, active=4)
+            if arguments[0] is two:
+                with emulate.active():
+                    result = block(*arguments, 1, given, active=4)
+                compare(result.out, reference.block(*arguments, 1, given, active=4).out)
+                np.testing.assert_array_equal(result.exchange, given)
+    with device.assume(MANY_CORES), pytest.raises(ValueError, match="exchange buffer"):
+        mosaic.block(x, weight, norm, weights, 1, exchange[1:], active=4)
+
+
 # -- selection -------------------------------------------------------------------------------------------------------
 
 
@@ -155,6 +253,17 @@ def test_a_row_of_nans_selects_existing_experts():
     ids, mix = selected(jnp.full((1, 64), jnp.nan, jnp.bfloat16), 6)
     assert (ids < 64).all()
     assert np.isnan(mix).all()
+
+
+@pytest.mark.parametrize("count", [64, 256, 1024])
+def test_selection_among_any_number_of_experts(count):
+    """Sorted in the lane where a lane has few, searched where it has many; many equal logits."""
+    rng = np.random.default_rng(count)
+    logits = jnp.asarray(rng.integers(-3, 3, (4, count)), jnp.bfloat16)
+    ids, mix = selected(logits, 8)
+    expected_ids, expected_mix = reference.select(logits, 8)
+    np.testing.assert_array_equal(ids, np.asarray(expected_ids))
+    np.testing.assert_allclose(mix, np.asarray(expected_mix), rtol=2**-8)
 
 
 # -- roundings -------------------------------------------------------------------------------------------------------
@@ -283,6 +392,25 @@ def test_on_the_gpu_beyond_four_gibibytes():
             np.testing.assert_array_equal(np.asarray(actual.ids), np.asarray(expected.ids))
             compare(actual, expected)
             np.testing.assert_array_equal(np.asarray(actual.out), np.asarray(again.out))
+
+
+@pytest.mark.gpu
+def test_on_the_gpu_a_block_in_one_launch():
+    """2,000 launches on one exchange buffer whose count wraps: the same bits every time."""
+    case = cases.block_case(1)
+    *inputs, exchange = jax.jit(case.make)(jax.random.key(0))
+
+    def body(exchange, _):
+        result, exchange = case.run(1, *inputs, exchange)
+        return exchange, result.out
+
+    with dispatch.force("kernels"):
+        run = jax.jit(lambda exchange: jax.lax.scan(body, exchange, None, length=2000))
+        exchange, outs = run(jnp.full_like(exchange, -1000))
+    assert int(exchange[0]) == 1000
+    outs = np.asarray(outs)
+    np.testing.assert_array_equal(outs, np.broadcast_to(outs[:1], outs.shape))
+    compare(outs[0], jax.jit(functools.partial(case.reference, 1))(*inputs, exchange)[0].out)
 
 
 @pytest.mark.gpu
