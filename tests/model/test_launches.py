@@ -113,6 +113,10 @@ def test_launches_and_copies_of_the_decode_step(batch, of_a_layer, of_a_step):
     total = len(before) + len(after)
     total += dense * count[True, True] + window * count[False, False] + full * count[True, False]
     assert total <= of_a_step, (total, before, layers, after)
+    # The embedding, the rows' places and the counters; the head and the sampler, which moves the slots on as well.
+    assert len(before) <= 3 + (batch > 2), before
+    assert after[-2:] == ["gemv_stream", "sample"], after
+    assert len(after) <= 2 + (batch > 2), after
     # Layers are our kernels and nothing else.
     assert {name for layer in layers for name in layer} & {"fusion", "custom-call", "copy", "while", "call"} == set()
 
