@@ -169,7 +169,7 @@ def test_the_commands_of_the_readme_are_understood():
     assert len(commands) > 5
     for ours, theirs in commands:
         argv = (ours or theirs).split()
-        model, server, _ = parse(argv)
+        model = parse(argv)[0]
         if theirs:
             assert (model.model, model.max_model_len, model.served_names) == ("RecursiveSI/flint", 262_144, ("flint",))
     assert any(theirs for _, theirs in commands)
