@@ -140,7 +140,7 @@ def fresh_exchange(active=4, width=128):
 
 @pytest.mark.parametrize(("active", "width"), [(4, 128), (6, 256), (3, 128)])
 def test_block(active, width):
-    """One round of routed tiles with some blocks left over; three rounds, as the model has; a warp without an item."""
+    """A routed tile for each block; three, as the model has; blocks without one, and a warp without a down item."""
     inputs = block_inputs(active, width)
     actual = emulated_block(inputs, fresh_exchange(active, width), active=active)
     expected = reference.block(*inputs, 1, None, active=active)
