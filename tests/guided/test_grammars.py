@@ -415,3 +415,41 @@ def test_compiled_grammars_are_kept_and_shared():
     first.push(IDS["<tool_call>"])
     assert IDS["<tool_call>"] in allowed(second)
     assert IDS["<tool_call>"] not in allowed(first)
+
+
+_WORDS = (
+    "type",
+    "properties",
+    "items",
+    "enum",
+    "const",
+    "anyOf",
+    "allOf",
+    "$ref",
+    "required",
+    "pattern",
+    "maxLength",
+    "a",
+)
+_LEAVES = st.sampled_from(["string", "object", "null", "#", "#/properties/a", "(", "", True, None, -1, 2.5])
+_JUNK = st.recursive(
+    _LEAVES, lambda part: st.lists(part, max_size=3) | st.dictionaries(st.sampled_from(_WORDS), part, max_size=4)
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.dictionaries(st.sampled_from(_WORDS), _JUNK, max_size=5), _JUNK, st.text('([{.*+?)]}|\\ab:"/', max_size=9))
+def test_junk_compiles_or_says_why(schema, value, text):
+    tools = [tool("f", schema, strict=strict) for strict in (False, True)]
+    wishes = [wish(t, choice="required") for t in tools]
+    wishes += [wish(format={"type": "json_schema", "json_schema": {"schema": schema}}), structured("json", value)]
+    wishes += [structured(kind, text) for kind in ("regex", "grammar")] + [structured("choice", value)]
+    refused = []
+    for forced in wishes:
+        try:
+            made = compiler()(forced)
+        except RequestError as error:
+            refused.append(error)
+        else:
+            assert allowed(made.begin())
+    assert all(error.param and 0 < len(str(error)) < 1000 for error in refused)
