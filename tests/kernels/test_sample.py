@@ -106,7 +106,10 @@ def test_minus_infinity_is_no_candidate():
 def test_more_ties_than_places_keep_the_better_tokens_and_the_lowest_ids():
     scores = jnp.zeros((2, VOCAB)).at[1, [1599, 800]].set(1.0)
     check(scores, [20, 20])
-    check(jnp.zeros((1, 16_000)), [20])  # 250 groups tie: more than can be listed
+    # 250 groups tie, more than can be listed; the one with the best token comes last.
+    scores = jnp.zeros((1, 16_000)).at[0, 15_990].set(50.0)
+    check(scores, [20], draws=2)
+    assert (drawn_by_kernel(scores, [20], 2, temperature=1.0) == 15_990).all()
 
 
 # -- the draw ----------------------------------------------------------------------------------------------------------
