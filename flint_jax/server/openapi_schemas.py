@@ -91,7 +91,12 @@ CHAT: dict[str, Schema] = {
 
 FORMAT: dict[str, Schema] = {
     "response_format": _nullable(_body(["type"], type={"enum": ["text", "json_object", "json_schema"]})),
-    "structured_outputs": _nullable(_OBJECT, "one of json, json_object, regex, choice, grammar, structural_tag"),
+    "structured_outputs": _nullable(_OBJECT, "one of json, json_object, regex, choice, grammar"),
+    "guided_json": _nullable({"anyOf": [_OBJECT, _STRING]}, "a JSON schema"),
+    "guided_regex": _nullable(_STRING),
+    "guided_choice": _nullable({"type": "array", "minItems": 1, "items": {"type": "string", "minLength": 1}}),
+    "guided_grammar": _nullable(_STRING, "Lark or GBNF"),
+    "prompt_logprobs": _nullable(_integer(0, 20), "not with stream"),
 }
 
 COMPONENTS: dict[str, Schema] = {
