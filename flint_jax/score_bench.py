@@ -86,12 +86,12 @@ def run(args: argparse.Namespace) -> list[dict]:
 def _texts(scorer: Scorer, texts: list, rounds: int) -> dict:
     """Every token of every text scored; tokens per second of the best round, and whether company changes bits."""
     together = scorer.score_texts(texts)
-    best = None
+    best = float("inf"), 1
     for _ in range(rounds):
         steps, begin = scorer.stats.steps, time.perf_counter()
         scorer.score_texts(texts)
         spent = time.perf_counter() - begin
-        best = min(best or (spent, 0), (spent, scorer.stats.steps - steps))
+        best = min(best, (spent, scorer.stats.steps - steps))
     alone = scorer.score_texts(texts[-1:])[0]
     spent, steps = best
     return {

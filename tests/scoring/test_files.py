@@ -195,7 +195,7 @@ def test_an_output_of_something_else_is_left_alone(scorer, paths):
 
 def test_two_writers_are_one_too_many(scorer, paths):
     with open(paths[1], "ab") as other:
-        fcntl.flock(other, fcntl.LOCK_EX)
+        fcntl.flock(other, fcntl.LOCK_SH)  # even a reader's lock: ours is exclusive
         with pytest.raises(ScoringError, match="another process is writing"):
             run(scorer, paths)
 

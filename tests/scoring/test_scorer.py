@@ -138,6 +138,7 @@ def test_company_order_and_padding_change_nothing(scorer):
 
 def test_batch_invariant_mode_gives_the_same_bits_in_bfloat16():
     scorer = Scorer(micro.language_model("bfloat16"), tokens=512, max_length=1024, batch_invariant=True)
+    assert list(scorer.programs.rows) == [64], "one tile width"
     pairs = crowd()
     together = scorer.score(pairs)
     for pair, score in zip(pairs, together, strict=True):
