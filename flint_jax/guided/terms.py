@@ -26,14 +26,14 @@ def one_of(texts: Iterable[str]) -> str:
 
 
 def json_rule(schema: Any, *, lenient: bool = False) -> str:
-    """JSON that fits a schema, without space around it.
+    """JSON that fits a schema, without space around it. ``oneOf`` counts as ``anyOf``.
 
     lenient: leave out keywords that cannot be enforced, instead of refusing the schema.
     """
     if schema is True:
         schema = {}
     if isinstance(schema, Mapping):
-        options = {"whitespace_pattern": WHITE} | ({"lenient": True} if lenient else {})
+        options = {"whitespace_pattern": WHITE, "coerce_one_of": True, "lenient": lenient}
         given = schema.get("x-guidance")
         schema = {**schema, "x-guidance": options | (given if isinstance(given, Mapping) else {})}
     return f"%json {json.dumps(schema)}"

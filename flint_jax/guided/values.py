@@ -30,7 +30,7 @@ def value_rule(rules: Rules, schema: Any, root: Mapping[str, Any], *, strict: bo
     # JSON and bare text cannot be alternatives of one place, so structured types beside a string stay free
     bodies = [_string(b) if b in texts else _bare(b) for b in branches]
     if not texts and (None in bodies or any(b.keys() - _PLAIN for b in branches)):
-        return f"{json_rule(_whole(schema, root))} {rules.tag(END_VALUE)}"
+        return f"{json_rule(_whole(schema, root), lenient=True)} {rules.tag(END_VALUE)}"
     if None in bodies or not rules.is_token(END_VALUE):
         return rules.value()
     return rules.value(" | ".join(f"({body})" for body in bodies))

@@ -395,6 +395,22 @@ def test_large_and_deep_schemas_compile():
         assert compiler()(structured("json", schema))
 
 
+def test_one_of_counts_as_any_of():
+    out, ended = roll(structured("json", {"oneOf": [{"type": "null"}, {"enum": [None, 1]}]}), 1)
+    assert ended
+    assert json.loads(read(out).content) in (None, 1)
+
+
+def test_strict_tools_leave_out_what_cannot_be_enforced():
+    unique = {"type": "array", "items": {"enum": [1, 2]}, "uniqueItems": True}
+    forced = wish(
+        tool("f", {"type": "object", "properties": {"a": unique}, "required": ["a"]}, strict=True), choice="required"
+    )
+    out, ended = roll(forced, 0)
+    assert ended
+    assert set(json.loads(read(out, forced.tools).calls[0].arguments)["a"]) <= {1, 2}
+
+
 def test_unsupported_keywords_are_left_out_unless_strict():
     schema = {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}
     lenient = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
