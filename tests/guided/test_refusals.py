@@ -1,0 +1,145 @@
+"""What cannot be compiled is refused with a reason, and the rest compiles: bad formats, bad tools, large ones, junk."""
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flint_jax.errors import RequestError
+from tests.guided.schemas import fits
+from tests.guided.walk import allowed, compiler, read, roll, structured, tool, wish
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "reason"),
+    [
+        ("regex", "(", "unclosed"),
+        ("regex", "(?=a)b", "look-around"),
+        ("regex", 7, "string"),
+        ("json", {"type": "strnig"}, "strnig"),
+        ("json", {"$ref": "#/nope"}, "nope"),
+        ("json", {"type": "string", "format": "unheard-of"}, "unheard-of"),
+        ("json", {"enum": []}, "empty"),
+        ("json", False, "false"),
+        ("json", "{", "not JSON"),
+        ("json", 3, "object"),
+        ("choice", [], "non-empty"),
+        ("choice", "a", "list"),
+        ("choice", ["a", 1], "strings"),
+        ("grammar", "start: nowhere", "nowhere"),
+        ("grammar", "", "string"),
+        ("grammar", "((((((((", None),
+        ("structural_tag", {"a": 1}, "not supported"),
+        ("regex", "a" * (1 << 20), "at most"),
+    ],
+)
+def test_bad_formats_say_why(kind, value, reason):
+    with pytest.raises(RequestError, match=reason) as caught:
+        compiler()(structured(kind, value))
+    assert caught.value.param == f"guided_{kind}"
+    assert caught.value.code == "invalid_value"
+    assert len(str(caught.value)) < 800
+
+
+@pytest.mark.parametrize(
+    ("parameters", "reason"),
+    [
+        ({"type": "object", "properties": {"a": {"type": "strnig"}}}, None),
+        ({"type": "object", "properties": {"a": {"type": "array", "items": {"type": "strnig"}}}}, "strnig"),
+        ({"type": "object", "properties": {"a": {"$ref": "#/$defs/b"}}}, "not in it"),
+        ({"type": "object", "properties": {"a": {"$ref": "#/properties/a"}}}, "itself"),
+        ({"type": "object", "properties": {}, "required": ["b"]}, "requires 'b'"),
+        ({"anyOf": [{"type": "object"}]}, "plain object"),
+        ({"type": "object", "properties": {"a": {"type": "string", "pattern": "("}}}, "unclosed"),
+        ({"type": "object", "properties": {"a": {"type": "string", "maxLength": -1}}}, "whole numbers"),
+    ],
+)
+def test_bad_strict_tools_say_why(parameters, reason):
+    forced = wish(tool("f", parameters, strict=True))
+    if reason is None:  # an unknown type counts as any text, as it does for the reader
+        assert compiler()(forced)
+        return
+    with pytest.raises(RequestError, match=reason) as caught:
+        compiler()(forced)
+    assert caught.value.param == "tools"
+
+
+def test_two_formats_are_one_too_many():
+    with pytest.raises(RequestError, match="response_format"):
+        compiler()(structured("regex", "a", format={"type": "json_object"}))
+
+
+def test_large_and_deep_schemas_compile():
+    many = {"enum": [f"choice number {i}" for i in range(1000)]}
+    deep = {"type": "integer"}
+    for _ in range(60):
+        deep = {"type": "object", "properties": {"a": deep}, "required": ["a"]}
+    for schema in (many, deep):
+        assert compiler()(structured("json", schema))
+
+
+def test_one_of_counts_as_any_of():
+    out, ended = roll(structured("json", {"oneOf": [{"type": "null"}, {"enum": [None, 1]}]}), 1)
+    assert ended
+    assert json.loads(read(out).content) in (None, 1)
+
+
+def test_strict_tools_leave_out_what_cannot_be_enforced():
+    unique = {"type": "array", "items": {"enum": [1, 2]}, "uniqueItems": True}
+    forced = wish(
+        tool("f", {"type": "object", "properties": {"a": unique}, "required": ["a"]}, strict=True), choice="required"
+    )
+    out, ended = roll(forced, 0)
+    assert ended
+    assert set(json.loads(read(out, forced.tools).calls[0].arguments)["a"]) <= {1, 2}
+
+
+def test_unsupported_keywords_are_left_out_unless_strict():
+    schema = {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}
+    lenient = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    out, ended = roll(wish(format=lenient), 0)
+    assert ended
+    assert fits(json.loads(read(out).content), schema)
+    lenient["json_schema"]["strict"] = True
+    with pytest.raises(RequestError, match="uniqueItems") as caught:
+        compiler()(wish(format=lenient))
+    assert caught.value.param == "response_format"
+
+
+_WORDS = (
+    "type",
+    "properties",
+    "items",
+    "enum",
+    "const",
+    "anyOf",
+    "allOf",
+    "$ref",
+    "required",
+    "pattern",
+    "maxLength",
+    "a",
+)
+_LEAVES = st.sampled_from(["string", "object", "null", "#", "#/properties/a", "(", "", True, None, -1, 2.5])
+_JUNK = st.recursive(
+    _LEAVES, lambda part: st.lists(part, max_size=3) | st.dictionaries(st.sampled_from(_WORDS), part, max_size=4)
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.dictionaries(st.sampled_from(_WORDS), _JUNK, max_size=5), _JUNK, st.text('([{.*+?)]}|\\ab:"/', max_size=9))
+def test_junk_compiles_or_says_why(schema, value, text):
+    tools = [tool("f", schema, strict=strict) for strict in (False, True)]
+    wishes = [wish(t, choice="required") for t in tools]
+    wishes += [wish(format={"type": "json_schema", "json_schema": {"schema": schema}}), structured("json", value)]
+    wishes += [structured(kind, text) for kind in ("regex", "grammar")] + [structured("choice", value)]
+    refused = []
+    for forced in wishes:
+        try:
+            made = compiler()(forced)
+        except RequestError as error:
+            refused.append(error)
+        else:
+            assert allowed(made.begin())
+    assert all(error.param and 0 < len(str(error)) < 1000 for error in refused)
