@@ -36,7 +36,8 @@ class FlintLM(TemplateLM):
     config: as in ``flint_jax.load``. batch_size: requests generated at once ("auto" is 16); scoring packs its own.
     prefix_token_id: token before texts and empty contexts, default BOS, else EOS. add_bos_token: whether texts begin
     with BOS; default: what the tokenizer's own configuration says. batch_invariant: see ``Scorer``. max_gen_toks: for
-    tasks that name no length. think_end: text up to and with it is cut from generated text ("</think>").
+    tasks that name no length. think_end: text up to and with it is cut from generated text ("</think>"). device: the
+    harness always names one; JAX chooses (JAX_PLATFORMS says what it may choose from), so it is ignored.
 
     Raises ConfigError without a model or a tokenizer, or for arguments it does not know.
     """
@@ -65,8 +66,6 @@ class FlintLM(TemplateLM):
         super().__init__()
         if unknown:
             raise ConfigError(f"unknown model arguments: {', '.join(sorted(unknown))}")
-        if device not in (None, "cpu", "cuda", "gpu"):
-            raise ConfigError(f"device = {device!r}: JAX chooses the device; leave it out, or set JAX_PLATFORMS")
         if lm is None:
             if pretrained is None:
                 raise ConfigError("need a model: pretrained=PATH (a folder, a .gguf file, a hub id), or lm=")

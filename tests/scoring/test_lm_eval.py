@@ -47,6 +47,13 @@ def test_registers_itself(registry, monkeypatch):
     assert seen == {"flint_jax": module.FlintLM}
 
 
+def test_takes_what_the_harness_always_gives(registry):
+    """Its command line names a device and a batch size for every model."""
+    made = registry["module"].FlintLM(lm=LM, batch_size="auto:4", max_batch_size=8, device="cuda:0")
+    assert made.slots == 8
+    assert registry["module"].FlintLM(lm=LM, batch_size="1").slots == 1
+
+
 def test_loglikelihood(model):
     pairs = [("The harbour", " was quiet"), ("The harbour ", "was quiet"), ("", "The harbour"), ("The", " harbour")]
     found = ask(model, "loglikelihood", *pairs)
@@ -136,7 +143,6 @@ def test_chats(model):
     [
         ({}, "need a model"),
         ({"lm": LM, "batch_sise": 4}, "unknown model arguments: batch_sise"),
-        ({"lm": LM, "device": "cuda:1"}, "JAX chooses the device"),
         ({"lm": micro.language_model()}, "no tokenizer"),
     ],
 )
