@@ -24,8 +24,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layers", type=int, help="fewer layers")
     parser.add_argument("--kernels", default="auto", choices=("auto", "xla", "pallas"))
     parser.add_argument("--length", type=int, default=2048, help="tokens of a text")
-    parser.add_argument("--texts", type=int, default=16, help="texts of a round")
-    parser.add_argument("--rounds", type=int, default=3, help="timed rounds; the best counts")
+    parser.add_argument("--texts", type=int, default=8, help="texts of a round")
+    parser.add_argument("--rounds", type=int, default=2, help="timed rounds; the best counts")
     parser.add_argument("--tokens", type=int, help="token places of a step (default: 256 on the CPU, 4096 on a GPU)")
     parser.add_argument("--questions", type=int, default=0, help="also: questions of 500 tokens with 4 answers each")
     parser.add_argument(
