@@ -104,7 +104,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--ops", default="", help="comma-separated names; all of them when empty")
     parser.add_argument("--only", default="", help="compile only the cases whose name contains this")
     options = parser.parse_args(argv)
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    if "JAX_PLATFORMS" not in os.environ:  # the plugin without a GPU would be tried first, and fail
+        jax.config.update("jax_platforms", "cpu")
     from pallas_kernels import bench
 
     report: dict[str, float | str] = {}
