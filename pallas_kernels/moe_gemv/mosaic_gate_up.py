@@ -4,13 +4,11 @@ The work is cut into tiles of 8 gate rows + 8 up rows x D. A block takes the sha
 all tokens, and every ``grid``-th of the (token, rank, tile) triples, one token each; its warps split the columns, so a
 warp needs only its own slice of the activations. The order is made for latency:
 
-    shared tile, logits, activations requested -> selection -> scales and first routed tiles requested
-    -> activations staged -> shared product -> routed products -> one block barrier a group -> its places refilled,
-    SwiGLU, store
+    shared weights requested -> logits -> selection -> first routed weights requested -> activations staged
+    -> shared product -> routed products, one group requested ahead -> one block barrier a group -> SwiGLU -> store
 
-The copy engine brings routed tiles into a ring in shared memory, two or three groups ahead. (Registers do not do for
-that: the assembler gives all loads of a warp one scoreboard, so a wait for one of them is a wait for all of them.)
-With one token every warp selects for itself, without a barrier.
+With one token every warp selects for itself, without a barrier, and requests an expert's weights as soon as it knows
+that expert's number, before it looks for the next one.
 
 Experts that several tokens share are read again from the L2 cache.
 """
@@ -30,9 +28,7 @@ from pallas_kernels.moe_gemv.mosaic_select import LOG2E
 from pallas_kernels.nvfp4_gemv.mosaic import silu_exact
 
 WARPS = 8
-GROUP = {True: 3, False: 1}  # routed tiles between two block barriers, NVFP4 or BF16
-RING = 3  # groups in shared memory, when they fit
-SHARED_BYTES = 224 << 10  # of a block
+GROUP = {True: 3, False: 1}  # routed tiles requested together: what fits the registers twice, NVFP4 or BF16
 MAX_SHARED = 2  # shared tiles of a block
 
 
@@ -94,23 +90,13 @@ def build(spec: Spec):
     code_scale = emit.CODE_SCALE if spec.nvfp4 else 1.0
     one_sum = WARPS * ROWS * 4  # bytes: the warps' parts of a routed tile
     shared_sum = WARPS * ROWS * columns.count * 4
-    groups = -(-spec.rounds // group)
-    others = 2 * group * one_sum + shared_each * shared_sum + spec.tokens * row_bytes + 4096
-    ring = min(RING, groups, (SHARED_BYTES - others) // (group * tile_bytes))
-    if ring < 1 or spec.rounds > 32 * WARPS:
-        raise KernelUnsupported(f"{spec.tokens} tokens of {spec.blocks * 128} columns do not fit the shared memory")
 
     def program(*addresses):
         index, logits, x, words, scale, shared_words, shared_scale, *rest = [None] * spec.sliced + list(addresses)
         act, ids_out, mix_out, *areas = rest
-        chosen, sums, shared_sums, staged, small, scales_area, tiles_area, arrivals = areas
+        chosen, sums, shared_sums, staged, small = areas
         lane, block = emit.Lane(), emit.block_index()
-        leader = lane.lane.equals(0)
         layer = emit.Int(0) if spec.sliced else emit.load(index)[0]
-        for i in range(0, ring * group, WARPS):
-            with emit.when(emit.both(leader, lane.warp + i < ring * group)):
-                emit.arrival_init(arrivals + (lane.warp + i) * 8)
-                emit.arrival_fence()
 
         # What does not depend on the routing.
         shared_tiles = [block + i * spec.grid for i in range(shared_each)]
@@ -120,6 +106,32 @@ def build(spec: Spec):
             at = at + lane.warp * slice_bytes
             shared_weights.append(warp.load_slice(lane, at, slice_blocks, nvfp4=spec.nvfp4, single=columns.single))
         shared_scales = emit.load_float(shared_scale.index(layer, 4 * spec.shared_scales), 2)
+
+        choice = (_OneToken if spec.tokens == 1 else _SeveralTokens)(spec, lane, logits, chosen)
+
+        def place(i: emit.Int | int):
+            """(token * A + rank, tile) of the block's i-th triple, or of the last one."""
+            task = (block + emit.as_int(i) * spec.grid).minimum(spec.tasks - 1)
+            return task // spec.tiles, task % spec.tiles
+
+        def expert_of(i: emit.Int | int, pair: emit.Int) -> emit.Int:
+            """Its expert's number in the stack."""
+            most = min((i + 1) * spec.grid, spec.tasks) - 1 if isinstance(i, int) else spec.tasks - 1
+            return layer * spec.experts + choice.expert(pair, most // spec.tiles)
+
+        def request(start: emit.Int | int) -> list:
+            """Words of a group of triples, flat, then the finishing thread's two global scales."""
+            flat = []
+            for j in range(group):
+                pair, tile = place(start + j)
+                at = words.index(expert_of(start + j, pair) * spec.tiles + tile, tile_bytes) + lane.warp * slice_bytes
+                for block_words in warp.load_slice(lane, at, slice_blocks, nvfp4=spec.nvfp4, single=True):
+                    flat += block_words
+            mine = (lane.thread >> 3).minimum(group - 1) + start
+            expert = expert_of(mine, place(mine)[0])
+            return flat + emit.load_float(scale.index(expert, 4 * spec.scales), 2)
+
+        held = request(0)
         stage = warp.Stage(
             lane,
             shared=staged,
@@ -130,35 +142,7 @@ def build(spec: Spec):
             warps=WARPS,
             nvfp4=spec.nvfp4,
         )
-        early = [stage.load(x, token, spec.blocks * 256) for token in range(spec.tokens)]
-        choice = (_OneToken if spec.tokens == 1 else _SeveralTokens)(spec, lane, logits, chosen)
-
-        def place(i: emit.Int | int):
-            """(token * A + rank, tile) of the block's i-th triple, or of the last one."""
-            task = (block + emit.as_int(i) * spec.grid).minimum(spec.tasks - 1)
-            return task // spec.tiles, task % spec.tiles
-
-        def expert_of(pair: emit.Int) -> emit.Int:
-            """Its expert's number in the stack."""
-            return layer * spec.experts + choice.expert(pair)
-
-        def bring(i: emit.Int | int, at: emit.Int | int) -> None:
-            """One lane: the block's i-th tile into place ``at`` of the ring."""
-            pair, tile = place(i)
-            source = words.index(expert_of(pair) * spec.tiles + tile, tile_bytes)
-            at = emit.as_int(at)
-            emit.bulk_copy(tiles_area + at * tile_bytes, source, tile_bytes, arrivals + at * 8)
-
-        emit.barrier()
-        # The scales first: whatever is asked for behind the ring comes behind all of it.
-        expert = expert_of(place(lane.thread.minimum(spec.rounds - 1))[0])
-        with emit.when(lane.thread < spec.rounds):
-            emit.copy_word(scales_area + lane.thread * 8, scale.index(expert, 4 * spec.scales), 2)
-        emit.copies_commit()
-        for i in range(ring * group):
-            with emit.when(emit.both(leader, lane.warp.equals(i % WARPS))):
-                bring(i, i)
-        stage.plain(x, spec.blocks * 256, early)
+        stage.plain(x, spec.blocks * 256)
         with emit.when(block.equals(0)):
             choice.store(ids_out, mix_out)
         emit.warp_barrier()
@@ -168,14 +152,15 @@ def build(spec: Spec):
             target = shared_sums + (lane.warp * (ROWS * columns.count * 4) + i * shared_sum)
             warp.multiply_slice(lane, columns, weights, stage, here, target)
 
-        def finish(start: emit.Int, parity: emit.Int, slot: emit.Int, phase: emit.Int) -> None:
-            area = sums + parity * (group * one_sum)
+        def finish(start: emit.Int | int, parity: emit.Int | int, held: list) -> None:
+            *flat, gate_scale, up_scale = held
+            area = sums + emit.as_int(parity) * (group * one_sum)
+            per_tile = len(flat) // group
             for j in range(group):
                 token = place(start + j)[0] // spec.active if spec.tokens > 1 else emit.Int(0)
-                at = slot * group + j
-                emit.arrival_wait(arrivals + at * 8, phase)
-                at = tiles_area + (at * tile_bytes + lane.warp * slice_bytes)
-                weights = warp.load_slice(lane, at, slice_blocks, nvfp4=spec.nvfp4, single=True)
+                mine = flat[j * per_tile : (j + 1) * per_tile]
+                width = per_tile // slice_blocks
+                weights = [mine[b * width : (b + 1) * width] for b in range(slice_blocks)]
                 low, high = warp.dot_row(lane, weights, here + token * row_bytes, nvfp4=spec.nvfp4)
                 if spec.nvfp4:
                     (inverse,) = emit.load_float(stage.inverse_at(lane.warp, token))
@@ -185,15 +170,11 @@ def build(spec: Spec):
                     emit.store_float(at, low)
                     emit.store_float(at, high, offset=32)
             emit.barrier()
-            following = start + (ring * group + lane.warp)
-            with emit.when(emit.both(leader, emit.both(lane.warp < group, following < groups * group))):
-                bring(following, slot * group + lane.warp)
             j, row = lane.thread >> 3, lane.thread & 7
             number = start + j
             inside = emit.both(j < group, block + number * spec.grid < spec.tasks)
             with emit.when(emit.both(inside, number < spec.rounds)):
                 at = area + (j * one_sum + row * 4)
-                gate_scale, up_scale = emit.load_float(scales_area + number * 8, 2)
                 gate = _sum_warps(at, 0) * (gate_scale * code_scale)
                 up = _sum_warps(at, 32) * (up_scale * code_scale)
                 sigmoid = emit.reciprocal(emit.exp2(gate * -LOG2E) + 1.0)
@@ -202,16 +183,19 @@ def build(spec: Spec):
                 offset = (rank * spec.tiles + tile) * 8 + row
                 emit.store_bf16(act + (token * spec.width + offset) * 2, gate * sigmoid * up)
 
-        emit.copies_wait(0)
+        # The last group needs no successor; the shared tiles' sums are complete after any group's barrier.
+        last = (spec.rounds - 1) // group * group
 
         def step(start: emit.Int, carry):
-            parity, slot, phase = carry
-            finish(start, parity, slot, phase)
-            wrapped = slot.equals(ring - 1)
-            return [parity ^ 1, emit.select(wrapped, 0, slot + 1), emit.select(wrapped, phase ^ 1, phase)]
+            parity, *held = carry
+            following = request(start + group)
+            finish(start, parity, held)
+            return [parity ^ 1, *following]
 
-        # The shared tiles' sums and the scales are there after any group's barrier.
-        emit.loop(0, groups * group, group, [emit.Int(0)] * 3, step)
+        parity = emit.Int(0)
+        if last:
+            parity, *held = emit.loop(0, last, group, [parity, *held], step)
+        finish(emit.Int(last), parity, held)
         for i, tile in enumerate(shared_tiles):
             _finish_shared(spec, lane, columns, tile, shared_sums + i * shared_sum, shared_scales, act)
 
@@ -226,25 +210,25 @@ def build(spec: Spec):
         shared_each * shared_sum,
         spec.tokens * row_bytes,
         WARPS * slots * 4,
-        spec.rounds * 8,
-        ring * group * tile_bytes,
-        ring * group * 8,
     ]
     return emit.kernel(program, name="moe_gate_up", out=out, shared=shared, grid=spec.grid, warps=WARPS)
 
 
 class _OneToken:
-    """Every warp selects for itself."""
+    """Every warp selects for itself; an expert is looked for when first asked for."""
 
     def __init__(self, spec: Spec, lane, logits, chosen):
-        self.lane = lane
-        self.best = mosaic_select.select(lane, logits, spec.experts, spec.active)
+        self.spec, self.lane = spec, lane
+        self.keys, self.best = mosaic_select.keys_of(lane, logits, spec.experts), []
 
-    def expert(self, pair: emit.Int) -> emit.Int:
-        """The expert of ``pair``."""
+    def expert(self, pair: emit.Int, most: int) -> emit.Int:
+        """The expert of ``pair``, which is at most ``most``."""
+        while len(self.best) <= most:
+            top, self.keys = mosaic_select.take_best(self.keys)
+            self.best.append(top)
         key = self.best[0]
-        for rank, better in enumerate(self.best[1:], 1):
-            key = emit.select(pair.equals(rank), better, key)
+        for rank in range(1, most + 1):
+            key = emit.select(pair.equals(rank), self.best[rank], key)
         return mosaic_select.expert_of(key)
 
     def store(self, ids_out: emit.Address, mix_out: emit.Address) -> None:
@@ -258,11 +242,9 @@ class _SeveralTokens:
 
     def __init__(self, spec: Spec, lane, logits, chosen):
         self.spec, self.lane, self.chosen, self.best = spec, lane, chosen, []
-        starts = range(0, spec.tokens, WARPS)
-        tokens = [(lane.warp + start).minimum(spec.tokens - 1) for start in starts]
-        keys = [mosaic_select.keys_of(lane, logits + token * (spec.experts * 2), spec.experts) for token in tokens]
-        for start, token, mine in zip(starts, tokens, keys, strict=True):
-            best = mosaic_select.best_of(mine, spec.active)
+        for start in range(0, spec.tokens, WARPS):
+            token = (lane.warp + start).minimum(spec.tokens - 1)
+            best = mosaic_select.select(lane, logits + token * (spec.experts * 2), spec.experts, spec.active)
             self.best.append(best)
             with emit.when(self._mine(start)):
                 for rank, key in enumerate(best):
@@ -272,7 +254,7 @@ class _SeveralTokens:
     def _mine(self, start: int):
         return emit.both(self.lane.lane.equals(0), self.lane.warp + start < self.spec.tokens)
 
-    def expert(self, pair: emit.Int) -> emit.Int:
+    def expert(self, pair: emit.Int, most: int) -> emit.Int:
         """The expert of ``pair``."""
         return emit.load(self.chosen + pair * 4)[0]
 
