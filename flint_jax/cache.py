@@ -114,7 +114,7 @@ class CachedAttention:
         page = jnp.take_along_axis(self.tables, entry, axis=1)
         page = jnp.where(self.written, page, c.k_pages.shape[1])  # out of range: dropped
         place = self.positions % PAGE
-        pools = tuple(p.at[i, page, :, place].set(x, mode="drop") for p, x in ((c.k_pages, k), (c.v_pages, v)))
+        pools = tuple(_put(p, i, page, place, x) for p, x in ((c.k_pages, k), (c.v_pages, v)))
         self.cache = dataclasses.replace(c, k_pages=pools[0], v_pages=pools[1])
         flat = tuple(p.reshape(-1, *p.shape[2:]) for p in pools)  # one gather with an offset, no slice of a layer
         base = i * c.k_pages.shape[1]
@@ -162,6 +162,19 @@ class CachedAttention:
         keep = self.written & (offset >= self.count[:, None] - ring)
         slot = jnp.where(keep, self.slots[:, None], c.k_ring.shape[1])  # out of range: dropped
         place = self.positions % ring
-        rings = tuple(r.at[i, slot, :, place].set(x, mode="drop") for r, x in ((c.k_ring, k), (c.v_ring, v)))
+        rings = tuple(_put(r, i, slot, place, x) for r, x in ((c.k_ring, k), (c.v_ring, v)))
         self.cache = dataclasses.replace(c, k_ring=rings[0], v_ring=rings[1])
         return rings
+
+
+def _put(stack, layer: int, which: Int[Array, "B T"], place: Int[Array, "B T"], x: Float[Array, "B T K H"]):
+    """stack [L,W,K,R,H] with x at (layer, which, :, place); a ``which`` out of range is dropped.
+
+    One token would be a scatter of one index, which XLA turns into a select and an update of a slice, with copies of
+    the whole cache around them (100 ms a token in a cache of 100 MB on a CPU). A second index that is dropped keeps it
+    a scatter in place.
+    """
+    if which.size == 1:
+        which = jnp.concatenate([which, jnp.full_like(which, stack.shape[1])], axis=1)
+        place, x = (jnp.concatenate([a, a], axis=1) for a in (place, x))
+    return stack.at[layer, which, :, place].set(x, mode="drop")
