@@ -83,7 +83,7 @@ def test_cache_is_updated_in_place(steps, kind, size):
 def test_one_row_is_updated_in_place():
     """In bfloat16: there XLA made a scatter of one index into slices, with six copies of every pool of pages."""
     numerics = Numerics("serving", "bfloat16")
-    config = preset("tiny", 3)
+    config = preset("tiny", 4)
     model = Flint(config, random_weights(config, numerics, weight_format="bf16", spread=spread), numerics)
     steps = Steps(model, Sizes(2, 24, 512, (1,), (16,)))
     text = steps.lower_decode(1).compile().as_text()
