@@ -81,11 +81,11 @@ def test_cache_is_updated_in_place(steps, kind, size):
 
 
 def test_one_row_is_updated_in_place():
-    """In bfloat16: there XLA made a scatter of one index into slices, with six copies of every pool of pages."""
+    """Where keys come in several blocks, XLA made slices of a scatter of one index, with 18 copies of the caches."""
     numerics = Numerics("serving", "bfloat16")
     config = preset("tiny", 4)
     model = Flint(config, random_weights(config, numerics, weight_format="bf16", spread=spread), numerics)
-    steps = Steps(model, Sizes(2, 24, 512, (1,), (16,)))
+    steps = Steps(model, Sizes(2, 24, 4096, (1,), (16,)))
     text = steps.lower_decode(1).compile().as_text()
     shapes = {",".join(map(str, leaf.shape)) for leaf in cache_leaves(steps.state)}
     assert not shapes & set(re.findall(r"= \w+\[([\d,]+)\][^ ]* copy\(", text))
