@@ -27,6 +27,17 @@ def steps():
     return made
 
 
+def test_warming_up_changes_nothing():
+    """Every program has run once when compile() returns, on padding: no slot, no place of the cache is touched."""
+    made = golden.steps("T1", slots=2, pages=24, chunks=(16,), batches=(2,), max_context=512, numerics="serving")
+    before = jax.tree.map(np.array, made.state)
+    made._compiled.clear()
+    made.compile()
+    for was, now in zip(jax.tree.leaves(before), jax.tree.leaves(made.state), strict=True):
+        np.testing.assert_array_equal(was, now)
+    assert set(made._scratch) == {2}
+
+
 def cache_leaves(state):
     return jax.tree.leaves(state.cache)
 
