@@ -8,10 +8,15 @@ if shutil.which("nvidia-smi") is None:
     # Half the compile time of a step on two cores (8.3 -> 3.9 s of CPU time for a 9-layer decode step); same results.
     os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 
+import hypothesis
 import jax
 import pytest
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+# The same examples on every run, so that a change is red for what it changed; HYPOTHESIS_PROFILE=default tries others.
+hypothesis.settings.register_profile("repeatable", derandomize=True)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 
 def pytest_collection_modifyitems(items):

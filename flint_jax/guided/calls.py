@@ -51,7 +51,7 @@ def _arguments(rules: Rules, function: Mapping[str, Any]) -> str:
     root = schema if isinstance(schema, Mapping) else {}
     if strict:
         schema = resolved(root, root)
-        if any(word in schema for word in _OPEN):
+        if not isinstance(schema, Mapping) or any(word in schema for word in _OPEN):
             raise RequestError(
                 f"strict needs parameters that are a plain object with properties, without {', '.join(_OPEN)} beside "
                 "them; write them so, or leave strict out"

@@ -42,6 +42,8 @@ def resolved(schema: Any, root: Any) -> Any:
     ref = found.get("$ref") if isinstance(found, Mapping) else None
     if isinstance(ref, str):
         raise RequestError(f"the schema refers to {ref!r:.80}, which is not in it or leads back to itself")
+    if found is not schema and not isinstance(found, Mapping | bool):
+        raise RequestError(f"the schema refers to {schema['$ref']!r:.80}, where there is no schema but {found!r:.40}")
     return found
 
 

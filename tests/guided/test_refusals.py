@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from flint_jax.errors import RequestError
@@ -128,6 +128,8 @@ _JUNK = st.recursive(
 
 
 @settings(max_examples=150, deadline=None)
+@example({"$ref": "#/properties/a", "type": "string", "properties": {"a": "string"}}, "", "")
+@example({"$ref": "#/properties/a", "type": "string", "properties": {"a": True}}, "", "")
 @given(st.dictionaries(st.sampled_from(_WORDS), _JUNK, max_size=5), _JUNK, st.text('([{.*+?)]}|\\ab:"/', max_size=9))
 def test_junk_compiles_or_says_why(schema, value, text):
     tools = [tool("f", schema, strict=strict) for strict in (False, True)]
