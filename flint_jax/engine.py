@@ -94,8 +94,8 @@ class Engine:
 
         cache_salt: cached prefixes are shared only between requests of the same salt. reuse_prefix: False has every
         token of the prompt computed (what it leaves behind may still be reused by others).
-        constraint: only tokens that it allows are drawn (see flint_jax.guided). It wins over all settings: min_tokens
-        and ignore_eos have no effect, and logit_bias cannot bring back a token.
+        constraint: only tokens that it allows are drawn (see flint_jax.guided and flint_jax.budget). It wins over all
+        settings: logit_bias cannot bring back a token, and if it ``ends`` min_tokens and ignore_eos have no effect.
         prompt_logprobs: alternatives to report for each token of the prompt, 0 to 20; nothing cached is used then.
         generate: False ends with the prompt, which may then fill the whole context: no token is drawn.
 
@@ -105,7 +105,7 @@ class Engine:
         self._refuse_when_stopped()
         prompt = tuple(int(t) for t in prompt_ids)
         limit = token_limit(prompt, params, generate, min(self.max_model_len, self.scheduler.capacity()))
-        if constraint is not None:
+        if constraint is not None and constraint.ends:
             params = masks.held(params)
         params.check_vocabulary(self.config.vocab_size)
         if max(prompt) >= self.config.vocab_size or min(prompt) < 0:
@@ -284,10 +284,12 @@ class Engine:
             self._expect([job], token, logits)
 
     def _expect(self, jobs: Sequence[Job], tokens, logits) -> None:
-        """Results to come of a step; those of rows with a constraint are drawn again under it."""
+        """Results to come of a step; those of rows whose constraint may have a say are drawn again under it."""
         rows = [(job, job.request.epoch) for job in jobs]
-        if any(job.tracker is not None for job in jobs):
-            tokens = self._redraw(rows, tokens, logits)
+        unread = len(self._inflight)  # at most so many tokens of a row are on their way
+        held = {job.request.id for job in jobs if job.tracker is not None and job.tracker.free <= unread}
+        if held:
+            tokens = self._redraw(rows, held, tokens, logits)
         details = None
         if any(job.params.logprobs is not None for job, _ in rows):
             details = self.steps.logprobs(logits, tokens)
@@ -295,13 +297,17 @@ class Engine:
             array.copy_to_host_async()
         self._inflight.append(Result(rows, tokens, details))
 
-    def _redraw(self, rows: Sequence[tuple[Job, int]], tokens, logits):
-        """While the device works on the step, learn the tokens before it and make the masks that follow from them."""
+    def _redraw(self, rows: Sequence[tuple[Job, int]], held: set[str], tokens, logits):
+        """While the device works on the step, learn the tokens before it and make the masks that follow from them.
+
+        held: ids of the requests that may need one.
+        """
         slots = [job.request.slot for job, _ in rows]
-        held = {job.request.id for job, _ in rows if job.tracker is not None}
         while any(job.request.id in held for result in self._inflight for job, _ in result.rows):
             self._read(self._inflight.popleft())
-        trackers = [job.tracker if self._waits(job, epoch) else None for job, epoch in rows]
+        trackers = [
+            job.tracker if job.request.id in held and self._waits(job, epoch) else None for job, epoch in rows
+        ]
         allowed, chosen, failed = masks.of_step(trackers, logits.shape[0], self.config.vocab_size)
         for i, error in failed.items():
             self._finish(rows[i][0], rows[i][0].event(finish_reason="error", error=str(error)))

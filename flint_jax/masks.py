@@ -13,16 +13,27 @@ from flint_jax.sampling import SamplingParams
 
 
 class Tracker(Protocol):
-    """Where one output is in what it is held to; see flint_jax.guided.Tracker."""
+    """Where one output is in what it is held to; see flint_jax.guided.Tracker and flint_jax.budget.
 
-    done: bool
+    free: how many tokens, from the next one on, need no mask whatever they are. While it is more than what is on its
+    way the row costs nothing: no mask, no second draw, and nobody waits for its last token.
+    """
 
+    @property
+    def done(self) -> bool: ...
+    @property
+    def free(self) -> int: ...
     def push(self, token_id: int) -> None: ...
     def fill(self, row: np.ndarray) -> None: ...
 
 
 class Constraint(Protocol):
-    """What ``Engine.submit`` takes as ``constraint``; see flint_jax.guided.Constraint."""
+    """What ``Engine.submit`` takes as ``constraint``; see flint_jax.guided.Constraint.
+
+    ends: whether it decides where the output may end; then the request's settings give way, see ``held``.
+    """
+
+    ends: bool
 
     def begin(self) -> Tracker: ...
 
@@ -33,12 +44,15 @@ def held(params: SamplingParams) -> SamplingParams:
 
 
 def of_step(trackers: Sequence[Tracker | None], batch: int, vocab: int) -> tuple[Any, Any, dict[int, FlintError]]:
-    """(masks int32 [batch, words], rows that have one bool [batch], rows whose tracker failed) for a step's rows."""
+    """(masks int32 [batch, words], rows that have one bool [batch], rows whose tracker failed) for a step's rows.
+
+    Each tracker has seen all tokens before the step's. One that is still free gets no mask.
+    """
     masks = np.full((batch, words(vocab)), -1, np.int32)
     chosen = np.zeros(batch, bool)
     failed: dict[int, FlintError] = {}
     for i, tracker in enumerate(trackers):
-        if tracker is None:
+        if tracker is None or tracker.free:
             continue
         try:
             tracker.fill(masks[i])

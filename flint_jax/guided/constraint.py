@@ -14,7 +14,12 @@ class ConstraintError(FlintError):
 
 
 class Constraint:
-    """What one request's output is held to. Shared by its choices; ``begin`` gives each its own state."""
+    """What one request's output is held to. Shared by its choices; ``begin`` gives each its own state.
+
+    ends: the grammar decides where the output may end.
+    """
+
+    ends = True
 
     def __init__(self, matcher: llguidance.LLMatcher):
         self._matcher = matcher
@@ -27,8 +32,10 @@ class Constraint:
 class Tracker:
     """Where one output is in its grammar. Not thread-safe: the engine's thread drives it.
 
-    done: no token may come any more, so the output is complete without an end token.
+    done: no token may come any more, so the output is complete without an end token. free: see flint_jax.masks.
     """
+
+    free = 0
 
     def __init__(self, matcher: llguidance.LLMatcher):
         self._matcher = matcher

@@ -31,6 +31,7 @@ from flint_jax.server.models import reply_name
 from flint_jax.server.replies import quoted, to_text
 from flint_jax.server.sampling_fields import read_prompt_logprobs, read_sampling, read_stream_options
 from flint_jax.server.state import ServerState
+from flint_jax.server.thinking import read_budget
 from flint_jax.server.usage import usage
 
 
@@ -101,6 +102,7 @@ class ChatWriter(Writer):
             stream=stream,
             format=read_format(fields),
             structured=read_structured(fields),
+            budget=read_budget(fields, "thinking", "reasoning"),
         )
         return ask, _Options(top, show, usage_chunk, usage_every)
 

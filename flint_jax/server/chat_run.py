@@ -36,7 +36,7 @@ log = logging.getLogger("flint_jax.server")
 class Ask:
     """A chat request, read and checked.
 
-    name: the model's name for the reply. format, structured: see ``Forced``.
+    name: the model's name for the reply. format, structured, budget: see ``Forced``.
     """
 
     name: str
@@ -45,6 +45,7 @@ class Ask:
     stream: bool = False
     format: dict[str, Any] | None = None
     structured: Structured | None = None
+    budget: int | None = None
 
 
 class Run:
@@ -167,6 +168,7 @@ async def _prepare(ask: Ask, state: ServerState, kind: type[Writer]) -> Run:
         structured=ask.structured,
         start=prompt.start,
         thinking=prompt.thinking,
+        budget=ask.budget,
     )
     held = await off_loop(COMPILES if forced.must or forced.tools else 0, constraint, served, forced)
     return Run(served, ask, prompt, held, f"{kind.PREFIX}{uuid.uuid4().hex}", kind.CALL_PREFIX)

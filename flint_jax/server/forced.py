@@ -10,7 +10,9 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from flint_jax.grammar import State
+from flint_jax.budget import Budget
+from flint_jax.grammar import State, Tags
+from flint_jax.grammar.tags import END_THINK
 from flint_jax.server.body import Fields
 from flint_jax.server.errors import bad_request
 from flint_jax.server.state import ServedModel
@@ -69,6 +71,7 @@ class Forced:
     structured: another format, under vLLM's fields.
     start: where the output begins; in REASONING the rules wait for the end of the thought.
     thinking: whether the model may think at all; if so a thought may also begin in CONTENT.
+    budget: most tokens of the thoughts; None for no limit.
     """
 
     tools: tuple[Mapping[str, Any], ...] = ()
@@ -78,6 +81,7 @@ class Forced:
     structured: Structured | None = None
     start: State = State.CONTENT
     thinking: bool = True
+    budget: int | None = None
 
     @property
     def must(self) -> str | None:
@@ -121,9 +125,19 @@ def read_structured(fields: Fields) -> Structured | None:
 def constraint(served: ServedModel, forced: Forced) -> Any:
     """What to give to the engine: None when the output is free.
 
+    A budget has no effect on a vocabulary without a token for ``</think>``.
+
     Raises ApiError when it must not be free and this server cannot hold it; RequestError for a schema or pattern that
     does not compile.
     """
+    held = _grammar(served, forced)
+    if forced.budget is None or not forced.thinking:
+        return held
+    tags = Tags.of(served.tokenizer.added_tokens).block
+    return Budget(forced.budget, tags, forced.start, held) if END_THINK in tags.values() else held
+
+
+def _grammar(served: ServedModel, forced: Forced) -> Any:
     if served.constrain is not None:
         return served.constrain(forced)
     if forced.must is not None:

@@ -23,6 +23,7 @@ from flint_jax.server.models import reply_name
 from flint_jax.server.replies import JsonReply, quoted
 from flint_jax.server.sampling_fields import read_sampling
 from flint_jax.server.state import ServerState
+from flint_jax.server.thinking import read_budget
 
 _IGNORED = frozenset(
     {
@@ -81,6 +82,7 @@ class MessagesWriter(Writer):
             stream=fields.boolean("stream"),
             format=read_format(fields),
             structured=read_structured(fields),
+            budget=read_budget(fields, "thinking"),
         )
         return ask, None
 

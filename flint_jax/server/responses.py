@@ -22,6 +22,7 @@ from flint_jax.server.responses_input import ToolName, read_conversation, read_f
 from flint_jax.server.responses_items import Items
 from flint_jax.server.sampling_fields import read_sampling
 from flint_jax.server.state import ServerState
+from flint_jax.server.thinking import read_budget
 
 _STATELESS = "this server keeps nothing between requests; send the whole conversation as input"
 
@@ -81,6 +82,7 @@ class ResponsesWriter(Writer):
             stream=fields.boolean("stream"),
             format=read_format(fields),
             structured=read_structured(fields),
+            budget=read_budget(fields, "reasoning"),
         )
         echo = {
             "instructions": fields.string("instructions"),

@@ -15,6 +15,7 @@ from flint_jax.server.body import Fields, kind_of
 
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 _END, _EMPTY = "</think>", "<think></think>"
+_BUDGETS = {"thinking": "budget_tokens", "reasoning": "max_tokens"}  # objects that may name a budget, and how
 
 
 def switch(on: bool) -> dict[str, Any]:
@@ -75,6 +76,20 @@ def chat_kwargs(fields: Fields) -> dict[str, Any]:
     plain = switch(fields.boolean("enable_thinking")) if fields.has("enable_thinking") else {}
     effort = effort_kwargs(fields, "reasoning_effort")
     return layered(reasoning_kwargs(fields), type_kwargs(fields), plain, effort, own)
+
+
+def read_budget(fields: Fields, *objects: str) -> int | None:
+    """Most tokens that the request lets its thoughts have, None for no limit; of several the smallest.
+
+    Read from vLLM's ``thinking_token_budget`` and from ``objects``, of ``thinking`` and ``reasoning`` those that the
+    protocol has. Raises ApiError unless it is a whole number from 0 on.
+    """
+    found = [fields.integer("thinking_token_budget", None, 0)]
+    for name in objects:
+        given = fields.raw(name)
+        if isinstance(given, dict):
+            found.append(Fields(given, prefix=f"{name}.").integer(_BUDGETS[name], None, 0))
+    return min((n for n in found if n is not None), default=None)
 
 
 def close_thought(tokenizer: Any, template: Any, prompt: ChatPrompt, *, begins_turn: bool) -> ChatPrompt:

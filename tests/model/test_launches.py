@@ -20,7 +20,7 @@ from pallas_kernels import aot
 PROGRAM = """
 import dataclasses, json
 import jax, jax.numpy as jnp
-from flint_jax import tiles
+from flint_jax import redraw, tiles
 from flint_jax.config import FULL, SLIDING
 from flint_jax.model import Flint
 from flint_jax.numerics import Numerics
@@ -44,11 +44,20 @@ compiled = aot.compile_for(
     "sm_90a", steps._decode[True], steps.weights, steps.state, logits, steps.tables, rows,
     donate_argnums=(1, 2), keep_unused=True,
 )
+masks = jax.ShapeDtypeStruct((BATCH, redraw.words(config.vocab_size)), jnp.int32)
+again = aot.compile_for(
+    "sm_90a", steps._redraw[True], steps.state, logits, rows, masks, jax.ShapeDtypeStruct((BATCH,), bool),
+    donate_argnums=(0,),
+)
 memory = compiled.memory_analysis()
 print(compiled.as_text())
 print(json.dumps({
     "temporaries": memory.temp_size_in_bytes,
     "aliased": memory.alias_size_in_bytes,
+    "again": again.as_text(),
+    "again_aliased": again.memory_analysis().alias_size_in_bytes,
+    "again_temporaries": again.memory_analysis().temp_size_in_bytes,
+    "state": sum(leaf.nbytes for leaf in jax.tree.leaves(steps.state)),
     "kept": sum(leaf.nbytes for leaf in jax.tree.leaves(steps.state.cache)) + logits.size * 4,
 }))
 """
@@ -123,3 +132,10 @@ def test_launches_and_copies_of_the_decode_step(batch, of_a_layer, of_a_step):
     memory = json.loads(last)
     assert memory["aliased"] >= memory["kept"]  # written in place
     assert memory["temporaries"] < 2**20 * batch  # the smallest stack of weights has 4 MB
+
+    # Drawing again under a mask: the sampler's kernel and small fusions around it, nothing of the model.
+    found = launches(memory["again"])
+    assert found.count("sample") == 1
+    assert len(found) <= 30, found
+    assert memory["again_aliased"] >= memory["state"]
+    assert memory["again_temporaries"] < 2**20 * batch

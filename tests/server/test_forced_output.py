@@ -100,6 +100,8 @@ def held(forced, prompt=(5, 6, 7), **settings):
 class Open:
     """A constraint that allows every token and breaks after ``breaks_after`` of them."""
 
+    ends, free = True, 0
+
     def __init__(self, breaks_after=10**9):
         self.breaks_after, self.done, self.pushed = breaks_after, False, []
 
