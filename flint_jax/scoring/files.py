@@ -22,6 +22,7 @@ from flint_jax.scoring.scorer import Scorer
 
 LINES, TOKENS = 1024, 1 << 20  # of one batch, at most: what a kill can cost, and what memory holds
 LONGEST = 1 << 28  # bytes of a line
+BEGINNING = b'{"line": '  # of every record
 
 
 class ScoringError(FlintError, ValueError):
@@ -51,6 +52,8 @@ def score_file(
     """
     bad: list[int] = []
     with open(source, "rb") as inp, open(target, "ab+") as out:
+        if os.path.samestat(os.fstat(inp.fileno()), os.fstat(out.fileno())):
+            raise ScoringError(f"{source} is the input and the output; give another output")
         done, crc = _begin(out, target, overwrite)
         size = os.fstat(inp.fileno()).st_size
         batch: list[Record] = []
@@ -109,16 +112,21 @@ def _begin(out: BinaryIO, target: Path, overwrite: bool) -> tuple[int, str | Non
     if overwrite:
         out.truncate(0)
     last, end = _last_line(out)
-    out.truncate(end)
-    if last is None:
-        return 0, None
     try:
-        record = json.loads(last)
-        return int(record["line"]), str(record["crc"])
+        if last is None:  # nothing, or a first record that was torn
+            out.seek(0)
+            if not BEGINNING.startswith(out.read(len(BEGINNING))):
+                raise ValueError
+            done = 0, None
+        else:
+            record = json.loads(last)
+            done = int(record["line"]), str(record["crc"])
     except (ValueError, TypeError, KeyError, RecursionError):
         raise ScoringError(
             f"{target} exists and its last line is no record of a scoring run. Give another output, or --overwrite."
         ) from None
+    out.truncate(end)  # only now: somebody else's file stays as it was
+    return done
 
 
 def _last_line(file: BinaryIO, piece: int = 1 << 16) -> tuple[bytes | None, int]:

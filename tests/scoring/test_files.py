@@ -242,3 +242,21 @@ def test_command_refusals(flags, match, tmp_path, capsys):
 def test_errors_are_the_users_to_mend():
     assert issubclass(ScoringError, ValueError)
     assert not issubclass(ScoringError, RequestError)
+
+
+@pytest.mark.parametrize("content", [b"precious", b"two\nlines", b'{"line": 1}\n{"lin', b'{"text": "a"}'])
+def test_a_file_of_something_else_is_left_as_it_was(scorer, paths, content):
+    """Without an end of its last line, too: that is not taken for a torn record."""
+    paths[1].write_bytes(content)
+    with pytest.raises(ScoringError, match="no record of a scoring run"):
+        run(scorer, paths)
+    assert paths[1].read_bytes() == content
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_the_input_is_not_the_output(scorer, paths, overwrite):
+    whole = paths[0].read_bytes()
+    paths[1].symlink_to(paths[0])
+    with pytest.raises(ScoringError, match="is the input and the output"):
+        run(scorer, paths, overwrite=overwrite)
+    assert paths[0].read_bytes() == whole
