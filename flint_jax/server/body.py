@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,7 +27,7 @@ async def read_object(request: Request, limit: int) -> Fields:
     """
     raw = await _read(request, limit)
     try:
-        value = json.loads(raw.decode("utf-8-sig"), parse_constant=_no_constant)
+        value = json.loads(raw.decode("utf-8-sig"), parse_constant=_no_constant, parse_float=_finite)
     except UnicodeDecodeError as e:
         raise bad_request(f"the body is not UTF-8: {e.reason} at byte {e.start}", code="invalid_json") from None
     except RecursionError:
@@ -66,6 +67,14 @@ async def _read(request: Request, limit: int) -> bytes:
 
 def _no_constant(name: str):
     raise ValueError(f"{name} is not a JSON number")
+
+
+def _finite(text: str) -> float:
+    """1e999 would be read as infinity, which no reply that repeats it could hold."""
+    value = float(text)
+    if math.isinf(value):
+        raise ValueError(f"{text:.40} is too large for a number")
+    return value
 
 
 def _without_lone_surrogates(value: Any) -> Any:

@@ -100,5 +100,7 @@ def to_api_error(error: BaseException, request_id: str = "") -> ApiError:
         return ApiError(400, str(error), code="invalid_value")
     if isinstance(error, HTTPException):
         return ApiError(error.status_code, str(error.detail))
+    if isinstance(error, RecursionError):  # nothing here recurses but into what a request nests
+        return ApiError(400, "the request is nested too deeply; need fewer levels of arrays and objects")
     log.error("request %s failed", request_id, exc_info=error)
     return ApiError(500, f"internal server error; the server's log has it under request id {request_id}")

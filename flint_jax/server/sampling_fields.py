@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any
 
 from flint_jax.server.body import Fields
@@ -143,7 +142,7 @@ def check_token_id(fields: Fields, name: str, token_id: Any, vocab_size: int) ->
     if isinstance(token_id, bool) or not isinstance(token_id, int):
         raise fields.error(name, "must hold whole numbers (token ids)", "invalid_type")
     if not 0 <= token_id < vocab_size:
-        raise fields.error(name, f"holds token id {token_id:.40g}; the vocabulary has ids 0 to {vocab_size - 1}")
+        raise fields.error(name, f"holds token id {token_id!s:.40}; the vocabulary has ids 0 to {vocab_size - 1}")
 
 
 def _logit_bias(fields: Fields, served: ServedModel) -> dict[int, float] | None:
@@ -156,10 +155,10 @@ def _logit_bias(fields: Fields, served: ServedModel) -> dict[int, float] | None:
             raise fields.error(
                 "logit_bias", f"has the key {key!r:.40}; need token ids from 0 to {served.vocab_size - 1}"
             )
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        if isinstance(value, bool) or not isinstance(value, int | float):
             raise fields.error("logit_bias", f"of token {key} must be a number from -100 to 100", "invalid_type")
         if not -100 <= value <= 100:
-            raise fields.error("logit_bias", f"of token {key} is {value}; need -100 to 100")
+            raise fields.error("logit_bias", f"of token {key} is {value!s:.40}; need -100 to 100")
         bias[int(key)] = float(value)
     return bias
 

@@ -76,6 +76,7 @@ BAD = [
     (chat(stop_token_ids=[512]), "stop_token_ids"),
     (chat(stop_token_ids=[-1]), "stop_token_ids"),
     (chat(stop_token_ids=["a"]), "stop_token_ids"),
+    (chat(stop_token_ids=[10**400]), "stop_token_ids"),
     (chat(stop_token_ids=list(range(20))), "stop_token_ids"),
     (chat(stop_token_ids=5), "stop_token_ids"),
     (chat(logit_bias={"99999999": 5}), "logit_bias"),
@@ -85,6 +86,7 @@ BAD = [
     (chat(logit_bias={"²": 5}), "logit_bias"),
     (chat(logit_bias={"5": "x"}), "logit_bias"),
     (chat(logit_bias={"5": 101}), "logit_bias"),
+    (chat(logit_bias={"5": -(10**400)}), "logit_bias"),
     (chat(logit_bias={"5": None}), "logit_bias"),
     (chat(logit_bias=[1]), "logit_bias"),
     (chat(presence_penalty=3), "presence_penalty"),
@@ -153,6 +155,7 @@ BAD = [
     (text(prompt=[512]), "prompt"),
     (text(prompt=[-1]), "prompt"),
     (text(prompt=[10**30]), "prompt"),
+    (text(prompt=[10**400]), "prompt"),
     (text(prompt=[[1, "a"]]), "prompt"),
     (text(prompt=[[[1]]]), "prompt"),
     (text(prompt={"a": 1}), "prompt"),
@@ -187,6 +190,7 @@ BROKEN = [
     b"hello",
     b'{"messages": NaN}',
     b'{"temperature": Infinity}',
+    b'{"metadata": {"a": 1e999}}',
     b"\xff\xfe{}",
     b'{"prompt": "\xff"}',
     b'{"a": ' * 3000 + b"1" + b"}" * 3000,
@@ -234,6 +238,24 @@ def test_bad_field(server, request_, param):
 def test_broken_body(server, path, body):
     error = check(server.http.post(path, content=body))
     assert error["code"] == "invalid_json"
+    check_alive(server)
+
+
+@pytest.mark.parametrize("levels", [900, 990])
+@pytest.mark.parametrize("path", [CHAT, "/v1/responses"])
+def test_what_json_may_nest_but_nothing_later_can_follow(server, path, levels):
+    """About 1,000 levels are read. Half an emoji makes the reader walk through them, a tool the template."""
+    deep = '{"a":' * levels + "1" + "}" * levels
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "[" * 50_000}}
+    for body in (
+        '{"messages": [{"role": "user", "content": "\\ud83d"}], "input": "hi", "metadata": DEEP}',
+        '{"messages": [{"role": "user", "content": "hi"}], "chat_template_kwargs": {"a": DEEP}, "input": "\\u00e9"}',
+        json.dumps({"messages": [*HI["messages"], {"role": "assistant", "tool_calls": [call]}]}),
+    ):
+        response = server.http.post(path, content=body.replace("DEEP", deep))
+        assert response.status_code in (200, 400), response.text
+        if response.status_code == 400:
+            check(response)
     check_alive(server)
 
 
