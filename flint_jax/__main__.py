@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import math
 import sys
 from collections.abc import Sequence
 
@@ -23,6 +24,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return args.run(args)
     except FlintError as error:
+        print(f"flint_jax {args.command}: error: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:  # a path that cannot be read or written, a full disk, a server that does not answer
         print(f"flint_jax {args.command}: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -185,6 +189,9 @@ def _roofline(args: argparse.Namespace, ckpt) -> str:
         raise RequestError(
             f"--batch {args.batch} --context {context}: need a batch of 1 or more and a context of 1 to {longest}"
         )
+    for flag, value in (("--bandwidth", args.bandwidth), ("--tflops", args.tflops)):
+        if value is not None and not (value > 0 and math.isfinite(value)):
+            raise RequestError(f"{flag} {value}: need a number above 0")
     own = {"bandwidth": args.bandwidth and args.bandwidth * 1e12, "flops": args.tflops and args.tflops * 1e12}
     own = {name: value for name, value in own.items() if value}
     device = dataclasses.replace(device, **own, **({"name": "a device"} if len(own) == 2 else {}))

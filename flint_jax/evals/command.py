@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib.util
 import json
+import urllib.parse
 from collections.abc import Sequence
+from pathlib import Path
 
 from tqdm import tqdm
 
@@ -35,8 +38,7 @@ def run(args: argparse.Namespace, load) -> int:
     """Run it. load() gives the LanguageModel that the arguments name."""
     if args.url and args.model:
         raise FlintError("--model and --url name two models; give one of them")
-    families = [f.strip() for f in args.families.split(",") if f.strip()]
-    distances = [int(d) for d in args.distances.split(",")]
+    families, distances = _asked(args)
     lm = None if args.url else load()
     modes = ("greedy", "default") if args.sampling == "both" else (args.sampling,)
     tables, wrong = {}, {}
@@ -69,6 +71,28 @@ def run(args: argparse.Namespace, load) -> int:
     if args.plot:
         _plot(args.plot, tables)
     return 0
+
+
+def _asked(args: argparse.Namespace) -> tuple[list[str], list[int]]:
+    """Families and distances. Raises FlintError for what would only fail after a load, or after all the answers."""
+    families = list(dict.fromkeys(f.strip() for f in args.families.split(",") if f.strip()))
+    unknown = [f for f in families if f not in suite.NAMES]
+    if unknown or not families:
+        raise FlintError(f"--families {args.families}: need some of {', '.join(suite.NAMES)}")
+    distances = [d.strip() for d in args.distances.split(",")]
+    if not all(d.isdecimal() and int(d) for d in distances):
+        raise FlintError(f"--distances {args.distances}: need whole numbers of 1 or more, with commas between")
+    for name in ("items", "max_tokens", "slots"):
+        if getattr(args, name) < 1:
+            raise FlintError(f"--{name.replace('_', '-')} {getattr(args, name)}: need 1 or more")
+    if args.url and urllib.parse.urlsplit(args.url).scheme not in ("http", "https"):
+        raise FlintError(f"--url {args.url}: need an address such as http://127.0.0.1:8000/v1")
+    for path in filter(None, (args.output, args.plot)):
+        if not Path(path).absolute().parent.is_dir():
+            raise FlintError(f"{path}: no such folder; make it, or give another path")
+    if args.plot and importlib.util.find_spec("matplotlib") is None:
+        raise FlintError("--plot needs matplotlib: pip install 'flint-jax[research]'")
+    return families, [int(d) for d in distances]
 
 
 def _defaults(settings):

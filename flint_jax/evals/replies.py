@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import concurrent.futures
+import http.client
 import json
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from flint_jax.errors import FlintError
 from flint_jax.evals.item import Item
 from flint_jax.evals.suite import Reply
 
@@ -93,7 +95,7 @@ class HttpModel:
     ):
         self.url = url.rstrip("/").removesuffix("/v1") + "/v1"
         self.key, self.settings, self.max_tokens, self.slots = key, settings, max_tokens, slots
-        self.model = model or self._send("/models", None)["data"][0]["id"]
+        self.model = model or self._first_model()
 
     def ask(self, items: Sequence[Item], tick: Callable[[], None] = lambda: None) -> list[Reply]:
         """Replies in the order of the items. tick: called after each."""
@@ -106,6 +108,12 @@ class HttpModel:
         with concurrent.futures.ThreadPoolExecutor(self.slots) as pool:
             return list(pool.map(one, enumerate(items)))
 
+    def _first_model(self) -> str:
+        try:
+            return self._send("/models", None)["data"][0]["id"]
+        except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError) as error:
+            raise FlintError(f"{self.url}/models names no model ({error}); is a server running there?") from None
+
     def _one(self, n: int, item: Item) -> Reply:
         body = {"model": self.model, "messages": list(item.messages), "max_tokens": self.max_tokens, "seed": n}
         body |= {"temperature": 0} if self.settings is None else self.settings
@@ -117,6 +125,8 @@ class HttpModel:
             choice = self._send("/chat/completions", body)["choices"][0]
         except urllib.error.HTTPError as error:
             return Reply("", [], "error", False, f"{error.code}: {error.read().decode(errors='replace')[:300]}")
+        except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError) as error:
+            return Reply("", [], "error", False, f"no answer: {error!r:.300}")
         message = choice["message"]
         calls = []
         for call in message.get("tool_calls") or []:

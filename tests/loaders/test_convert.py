@@ -231,6 +231,9 @@ def test_refusals(tmp_path, published, capsys):
 
     assert main(["convert", str(published), str(tmp_path / "y.gguf")]) == 2
     assert "exists already" in capsys.readouterr().err
+    (tmp_path / "file").touch()  # no folder can be made there: as with a full disk, one line, not a traceback
+    assert main(["convert", str(published), str(tmp_path / "file" / "y.gguf")]) == 2
+    assert "error: [Errno" in capsys.readouterr().err
 
 
 # -- interrupted and damaged -------------------------------------------------------------------------------------------

@@ -105,5 +105,8 @@ def test_command(capsys):
     assert float(row[2]) == pytest.approx(total / 2e6, abs=0.05)
     assert main([*model, "--device", "abacus"]) == 2
     assert "need one of a100" in capsys.readouterr().err
+    for flag, value in (("--bandwidth", "-1"), ("--bandwidth", "nan"), ("--tflops", "0"), ("--tflops", "inf")):
+        assert main([*model, flag, value]) == 2
+        assert f"{flag} {float(value)}: need a number above 0" in capsys.readouterr().err
     assert main([*model, "--context", "5000"]) == 2
     assert "a context of 1 to 4096" in capsys.readouterr().err
