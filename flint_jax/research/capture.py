@@ -47,7 +47,7 @@ class Capture(Mapping[str, Array]):
 def capture(
     lm,
     tokens: Int[Array, "B T"] | Sequence[int],
-    patterns: Sequence[str] = (),
+    patterns: Sequence[str] | str = (),
     *,
     lengths: Int[Array, " B"] | None = None,
     patch: Patches | None = None,
@@ -64,8 +64,8 @@ def capture(
     take.
     """
     model = as_model(lm)
-    tokens, lengths = as_rows(tokens, lengths)
-    wanted = match(model.config, patterns)
+    tokens, lengths = as_rows(model, tokens, lengths)
+    wanted = match(model.config, [patterns] if isinstance(patterns, str) else patterns)
     unseen = [name for name in wanted if name.endswith(".window")]
     if unseen:
         raise RequestError(f"{unseen[0]} can be patched, not captured", param="patterns")
@@ -78,7 +78,7 @@ def _resolve(config: FlintConfig, patch: Patches | None) -> dict[str, tuple[Patc
     """Patterns -> names; refuses what cannot work."""
     out: dict[str, tuple[Patch, ...]] = {}
     for pattern, given in (patch or {}).items():
-        patches = (given,) if isinstance(given, Patch) else tuple(given)
+        patches = tuple(given) if isinstance(given, Sequence) else (given,)
         for name in match(config, [pattern]):
             _check(config, name, patches)
             out[name] = (*out.get(name, ()), *patches)
@@ -90,6 +90,10 @@ def _resolve(config: FlintConfig, patch: Patches | None) -> dict[str, tuple[Patc
 
 def _check(config: FlintConfig, name: str, patches: tuple[Patch, ...]) -> None:
     for patch in patches:
+        if not isinstance(patch, Patch):
+            raise RequestError(f"{name}: need research.replace, add and the like, got {patch!r:.60}", param="patch")
+        if patch.expert_kind is not None and not name.endswith(".router.choice"):
+            raise RequestError(f"{name}: research.{patch.expert_kind} is for ...mlp.router.choice", param="patch")
         if (patch.kind == "window") != name.endswith(".attn.window"):
             kind = "only research.window" if name.endswith(".attn.window") else "research.replace, add and the like"
             raise RequestError(f"{name} takes {kind}, got {patch.kind}", param="patch")

@@ -56,7 +56,7 @@ def layer_kl(
         mine, theirs = getattr(a.config, what), getattr(b.config, what)
         if mine != theirs:
             raise RequestError(f"the models differ in {what} ({mine} and {theirs}), so layers cannot be compared")
-    tokens, lengths = as_rows(tokens, lengths)
+    tokens, lengths = as_rows(a, tokens, lengths)
     first, second = nnx.split(a), nnx.split(b)
     ours = _streams(first[0], first[1], tokens, lengths)
     if isolated:

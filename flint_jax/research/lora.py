@@ -69,9 +69,12 @@ def create(
 
 
 def attach(weights: Mapping[str, Matrix], adapters: Adapters) -> dict[str, Matrix]:
-    """The weight tree with the adapted stacks wrapped; nothing is copied."""
+    """The weight tree with the adapted stacks wrapped; nothing is copied. Raises RequestError for another model's."""
     out = dict(weights)
     for name, down in adapters.down.items():
+        have, need = (*down.shape[:-2], adapters.up[name].shape[-2], down.shape[-1]), tuple(weights[name].shape)
+        if have != need:
+            raise RequestError(f"the adapters of {name} are for {list(have)}, this model has {list(need)}")
         out[name] = Adapted(weights[name], down, adapters.up[name], adapters.scale)
     return out
 

@@ -105,6 +105,8 @@ def _indexed(kind: str, value: Any, at: Any) -> Patch:
         else:
             form.append(_NUMBER)
             part = part if isinstance(part, jax.Array) else np.asarray(part)
+            if not jnp.issubdtype(part.dtype, jnp.integer) and part.dtype != bool:
+                raise RequestError(f"at = {at!r:.80}: need whole numbers, slices or masks, as in x[at]", param="at")
             indices.append(part if part.dtype == bool else part.astype(np.int32))
     return Patch(kind, value, tuple(indices), tuple(form))
 

@@ -61,19 +61,21 @@ def router_statistics(lm, batches: Iterable) -> RouterStatistics:
     }
     seen = False
     for batch in batches:
-        tokens, lengths = as_rows(*batch) if isinstance(batch, tuple) else as_rows(batch)
+        tokens, lengths = as_rows(model, *batch) if isinstance(batch, tuple) else as_rows(model, batch)
         total = _add(graph, total, state, tokens, lengths)
         seen = True
     if not seen:
         raise RequestError("no batch of tokens was given", param="batches")
     host = jax.device_get(total)
     count = int(host["tokens"])
+    if not count:
+        raise RequestError("the batches hold no token: all lengths are 0", param="batches")
     return RouterStatistics(
         layers=c.moe_layers,
         tokens=count,
         counts=np.diagonal(host["together"], axis1=1, axis2=2).copy(),
         together=host["together"],
-        token_entropy=host["entropy"] / max(count, 1),
+        token_entropy=host["entropy"] / count,
     )
 
 

@@ -8,9 +8,11 @@ from collections.abc import Collection, Mapping
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from flint_jax.config import FULL, SLIDING
+from flint_jax.errors import RequestError
 from flint_jax.model import Flint, WholeSequence
 from flint_jax.research.patches import Patch
 from flint_jax.sites import recording
@@ -128,9 +130,41 @@ def as_model(lm) -> Flint:
     return lm if isinstance(lm, Flint) else lm.model
 
 
-def as_rows(tokens, lengths=None) -> tuple[jax.Array, jax.Array]:
-    """(int32 [B,T], int32 [B]) of token ids [T] or [B,T]; lengths default to T."""
-    tokens = jnp.atleast_2d(jnp.asarray(tokens, jnp.int32))
-    if lengths is None:
-        return tokens, jnp.full((tokens.shape[0],), tokens.shape[1], jnp.int32)
-    return tokens, jnp.atleast_1d(jnp.asarray(lengths, jnp.int32))
+def as_rows(model: Flint, tokens, lengths=None) -> tuple[jax.Array, jax.Array]:
+    """(int32 [B,T], int32 [B]) of token ids [T] or [B,T]; lengths (0 to T) default to T.
+
+    Raises RequestError for what is neither, for more tokens than the model has positions, and, where values are known
+    (not under jit), for lengths beyond the row and real tokens outside the vocabulary: a lookup would answer those too.
+    """
+    tokens = _integers("tokens", tokens)
+    tokens = tokens[None] if tokens.ndim == 1 else tokens
+    most, vocabulary = model.rope.get_value().shape[0], model.config.vocab_size
+    if tokens.ndim != 2 or not tokens.size or tokens.shape[1] > most:
+        raise RequestError(f"tokens must be [T] or [B, T], T from 1 to {most}, got {tokens.shape}", param="tokens")
+    rows, width = tokens.shape
+    lengths = np.full(rows, width) if lengths is None else _integers("lengths", lengths)
+    lengths = lengths[None] if lengths.ndim == 0 else lengths
+    if lengths.shape != (rows,):
+        raise RequestError(f"lengths must be [B], one for each of {rows} rows, got {lengths.shape}", param="lengths")
+    if not isinstance(lengths, jax.core.Tracer):
+        lengths = np.asarray(lengths)
+        if lengths.min() < 0 or lengths.max() > width:
+            raise RequestError(f"lengths must be from 0 to {width}, got {lengths.tolist()!r:.80}", param="lengths")
+        if not isinstance(tokens, jax.core.Tracer):
+            tokens = np.asarray(tokens)
+            real = np.arange(width) < lengths[:, None]
+            bad = tokens[real & ((tokens < 0) | (tokens >= vocabulary))]
+            if bad.size:
+                raise RequestError(f"token id {int(bad[0])} is outside the vocabulary, 0 to {vocabulary - 1}")
+            tokens = np.where(real, tokens, 0)
+    return jnp.asarray(tokens, jnp.int32), jnp.asarray(lengths, jnp.int32)
+
+
+def _integers(what: str, given) -> np.ndarray | jax.Array:
+    try:
+        array = given if isinstance(given, jax.Array) else np.asarray(given)
+    except ValueError as error:
+        raise RequestError(f"{what} must be a rectangle; pad the rows and pass lengths ({error})", param=what) from None
+    if array.size and not jnp.issubdtype(array.dtype, jnp.integer):
+        raise RequestError(f"{what} must be integers, got {array.dtype} (text goes through lm.encode)", param=what)
+    return array

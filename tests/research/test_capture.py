@@ -161,3 +161,36 @@ def test_patterns():
         run.stack("norm")
     with pytest.raises(KeyError):
         run["norm"]
+    assert list(research.capture(small.model(), small.TOKENS[0], "embed", logits=False)) == ["embed"]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "lengths", "what"),
+    [
+        ([1, 96], None, "token id 96 is outside the vocabulary, 0 to 95"),
+        ([1, -1], None, "token id -1 is outside"),
+        ([1.5], None, "must be integers, got float64"),
+        ("text", None, "must be integers.*lm.encode"),
+        ([[1, 2], [3]], None, "rectangle"),
+        ([], None, r"T from 1 to 128, got \(1, 0\)"),
+        ([[[1]]], None, r"got \(1, 1, 1\)"),
+        ([1] * 129, None, r"T from 1 to 128, got \(1, 129\)"),
+        ([[1, 2], [3, 4]], [2], "one for each of 2 rows"),
+        ([[1, 2], [3, 4]], [2, 3], "from 0 to 2"),
+        ([[1, 2]], [-1], "from 0 to 2"),
+    ],
+)
+def test_rows_that_are_none(tokens, lengths, what):
+    """A lookup outside the vocabulary or the positions would give numbers all the same."""
+    with pytest.raises(RequestError, match=what):
+        research.capture(small.model(), tokens, ["embed"], lengths=lengths, logits=False)
+
+
+def test_padding_may_be_any_number():
+    """And under jit tokens and lengths may be traced."""
+    rows, lengths = np.array([[1, 2, -100]]), np.array([2])
+
+    def embed(rows, lengths):
+        return research.capture(small.model(), rows, ["embed"], lengths=lengths, logits=False)["embed"][:, :2]
+
+    assert (embed(rows, lengths) == jax.jit(embed)(jnp.asarray([[1, 2, 0]]), jnp.asarray(lengths))).all()

@@ -43,6 +43,8 @@ def test_router_statistics():
     small.close(twice.token_entropy, once.token_entropy)
     with pytest.raises(RequestError, match="no batch"):
         research.router_statistics(model, [])
+    with pytest.raises(RequestError, match="hold no token"):
+        research.router_statistics(model, [(small.TOKENS, [0, 0])])
 
 
 def test_kl_is_that_of_the_lenses():

@@ -136,9 +136,13 @@ def test_what_cannot_work_is_refused():
         ({"blocks.1.mlp.router.choice": research.force([8])}, "expert 8; need 0 to 7"),
         ({"blocks.0.mlp.router.choice": research.force([1])}, "no site is called"),
         ({"embed": research.apply(lambda x: x[:1])}, "need the same shape"),
+        ({"embed": research.force([1])}, "research.force is for ...mlp.router.choice"),
+        ({"embed": 3.0}, "need research.replace, add and the like, got 3.0"),
     ]:
         with pytest.raises(RequestError, match=text):
             run(patch)
+    with pytest.raises(RequestError, match="need whole numbers, slices or masks"):
+        research.ablate(np.s_[:, 1.5])
     with pytest.raises(RequestError, match="at least 1 key"):
         research.window(0)
     with pytest.raises(RequestError, match="name at least one expert"):

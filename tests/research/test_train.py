@@ -174,6 +174,9 @@ def test_new_adapters_change_nothing_and_misfits_are_refused(tmp_path):
         lora.create(CONFIG, ("q_norm",))
     with pytest.raises(RequestError, match="need at least 1"):
         lora.create(CONFIG, rank=0)
+    fewer = frozen | {"expert_down": frozen["expert_down"][:, :7]}
+    with pytest.raises(RequestError, match="the adapters of expert_down are for .*, this model has"):
+        lora.merge(fewer, adapters)
     path = tmp_path / "a.safetensors"
     lora.save(path, adapters)
     with pytest.raises(CheckpointError, match="made for another"):
