@@ -305,9 +305,7 @@ class Engine:
         slots = [job.request.slot for job, _ in rows]
         while any(job.request.id in held for result in self._inflight for job, _ in result.rows):
             self._read(self._inflight.popleft())
-        trackers = [
-            job.tracker if job.request.id in held and self._waits(job, epoch) else None for job, epoch in rows
-        ]
+        trackers = [job.tracker if job.request.id in held and self._waits(job, epoch) else None for job, epoch in rows]
         allowed, chosen, failed = masks.of_step(trackers, logits.shape[0], self.config.vocab_size)
         for i, error in failed.items():
             self._finish(rows[i][0], rows[i][0].event(finish_reason="error", error=str(error)))

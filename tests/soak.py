@@ -181,6 +181,7 @@ async def soak(
         for number in range(streams):
             group.create_task(worker(number))
     watcher.cancel()
+    await connection.close()  # idle for minutes: the server has closed its end
     after = await settled(connection)
     compare(report, before, after, facts, process_facts(pid))
     for n, body in enumerate(bodies):

@@ -133,7 +133,7 @@ def constraint(served: ServedModel, forced: Forced) -> Any:
     held = _grammar(served, forced)
     if forced.budget is None or not forced.thinking:
         return held
-    tags = Tags.of(served.tokenizer.added_tokens).block
+    tags = {i: tag for i, tag in Tags.of(served.tokenizer.added_tokens).block.items() if i < served.vocab_size}
     return Budget(forced.budget, tags, forced.start, held) if END_THINK in tags.values() else held
 
 

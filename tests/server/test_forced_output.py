@@ -13,8 +13,9 @@ import openai
 import pytest
 
 from flint_jax import sampling
+from flint_jax.budget import Budget
 from flint_jax.engine import Engine
-from flint_jax.grammar import State
+from flint_jax.grammar import State, Tags
 from flint_jax.guided.constraint import ConstraintError
 from flint_jax.sampling import SamplingParams
 from flint_jax.server.forced import Forced, ToolChoice
@@ -233,6 +234,60 @@ def test_a_grammar_that_breaks_ends_its_own_request_only(engine):
     assert sinks[0].tokens == alone
     assert [len(s.tokens) for s in sinks[1:]] == [0, 1, 5]
     assert [(s.reason, s[-1].error) for s in sinks[1:]] == [("error", "enough")] * 3
+
+
+# -- budgets of thoughts -----------------------------------------------------------------------------------------------
+
+THINK, END, CALL = (tokenizer().added_tokens[tag] for tag in ("<think>", "</think>", "<tool_call>"))
+EOS = sorted(tokenizer().eog_ids)[0]
+
+
+def budget(limit, *, start=State.REASONING, inner=None):
+    return {"constraint": Budget(limit, Tags.of(tokenizer().added_tokens).block, start, inner)}
+
+
+def test_a_thought_ends_with_its_budget_and_costs_nothing_else(engine, monkeypatch):
+    """Each thought is what it would be without a budget, up to its last token; one mask a request closes it."""
+    again, waits = [], []
+    redraw, hold = engine.steps.redraw, Engine._redraw
+    monkeypatch.setattr(engine.steps, "redraw", lambda *a: again.append(int(a[3].sum())) or redraw(*a))
+    monkeypatch.setattr(Engine, "_redraw", lambda self, *a: waits.append(a[1]) or hold(self, *a))
+    never = FREE.replace(logit_bias={END: -100.0, CALL: -100.0})  # left alone, these thoughts do not end
+    free = ((9, 10, 11, 12), FREE.replace(seed=1), {})
+    alone = [run(engine, ((5, 6, 7), never.replace(seed=k), {}))[0].tokens for k in range(3)]
+    neighbour = run(engine, free)[0].tokens
+    assert not again
+    limits = (0, 1, 9)
+    asked = [((5, 6, 7), never.replace(seed=k), budget(n)) for k, n in enumerate(limits)]
+    sinks = run(engine, free, *asked)
+    assert sinks[0].tokens == neighbour
+    for sink, limit, other in zip(sinks[1:], limits, alone, strict=True):
+        assert sink.tokens[:limit] == other[:limit]
+        assert sink.tokens.index(END) == limit
+        assert (len(sink.tokens), sink.reason) == (40, "length")
+        assert read(sink.tokens, start=State.REASONING, thinking=True, ended=False).content
+    assert sum(again) == len(limits)
+    assert len(waits) < 15  # of 160 tokens
+
+
+def test_thoughts_that_begin_again_are_closed_a_token_late_at_most(engine):
+    """A model that always writes <think>: inside of a thought the tag is a token like any other."""
+    stuck = FREE.replace(logit_bias={THINK: 100.0}, max_tokens=9, presence_penalty=0.0)
+    requests = [((5, 6, 7), stuck, budget(n, start=State.CONTENT)) for n in (0, 1)]
+    for sink, first in zip(run(engine, *requests), ([THINK, END], [THINK, THINK, END]), strict=True):
+        assert sink.tokens == (first + [THINK, THINK, END] * 3)[:9]
+
+
+def test_a_budget_leaves_the_end_to_the_request_and_a_grammar_does_not(engine):
+    params = FREE.replace(logit_bias={EOS: 100.0}, max_tokens=5, presence_penalty=0.0)
+    (letter,) = tokenizer().encode("a")
+    wants = params.replace(max_tokens=60, logit_bias={letter: 100.0})
+    grammar = ((5, 6, 7), wants, budget(4, inner=compiler()(THOUGHT)))
+    plain, held_too = run(engine, ((5, 6, 7), params, budget(2)), grammar)
+    assert (plain.tokens, plain.reason) == ([EOS, EOS, END, EOS, EOS], "length")
+    assert [c.name for c in read(held_too.tokens, TOOLS, start=State.REASONING, thinking=True).calls] == ["ping"]
+    assert held_too.tokens[:5] == [letter] * 4 + [END]
+    assert held_too.reason == "stop"
 
 
 # -- scores of the prompt ----------------------------------------------------------------------------------------------
