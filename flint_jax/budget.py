@@ -84,6 +84,6 @@ class Tracker:
         if self._state is State.REASONING and not self.left:
             words = row.view("uint32")
             word, bit = self._end_id // 32, 1 << self._end_id % 32
-            if int(words[word]) & bit:  # else the grammar has a reason to keep it away
+            if int(words[word]) & bit:  # else a character lacks bytes, and the grammar waits
                 words[:] = 0
                 words[word] = bit

@@ -91,6 +91,16 @@ def test_a_grammar_begins_after_the_thought():
     assert tracker.done or set(allowed(tracker)) <= set(tokenizer().eog_ids)
 
 
+def test_under_a_grammar_a_character_is_finished_first():
+    inner = compiler()(dataclasses.replace(structured("choice", ["yes"]), thinking=True, start=State.REASONING))
+    halves = {tokenizer().token_bytes(i): i for i in range(480)}
+    tracker = after(1, halves[b"\xc3"], inner=inner)
+    assert END not in allowed(tracker)
+    assert halves[b"\xa9"] in allowed(tracker)
+    tracker.push(halves[b"\xa9"])
+    assert allowed(tracker) == [END]
+
+
 def test_rows_that_are_free_get_no_mask():
     trackers = [after(1), after(1, WORD), None, after(0, END)]
     made, chosen, failed = masks.of_step(trackers, 5, ROWS)
