@@ -93,12 +93,13 @@ def typed_json(raw: str, types: frozenset[str]) -> str:
 
 
 def dumps(value: Any) -> str:
-    """JSON with literal UTF-8. Half of a surrogate pair, which UTF-8 cannot hold, stays an escape.
+    """JSON with literal UTF-8. Half of a surrogate pair becomes U+FFFD: UTF-8 cannot hold it, and as an escape it would
+    break clients that read the arguments as they come.
 
     Raises ValueError for infinity and NaN, which JSON cannot hold.
     """
     text = json.dumps(value, ensure_ascii=False, allow_nan=False)
-    return _LONE_SURROGATE.sub(lambda m: f"\\u{ord(m[0]):04x}", text)
+    return _LONE_SURROGATE.sub("\ufffd", text)
 
 
 def _null(raw: str) -> None:

@@ -77,8 +77,13 @@ class ApiError(Exception):
         headers = {"retry-after": str(RETRY_AFTER_S)} if self.status in (429, 503) else {}
         if self.status == 401:
             headers["www-authenticate"] = "Bearer"
-        anthropic = path == ANTHROPIC_PATH or path.startswith(ANTHROPIC_PATH + "/")
-        return JsonReply(self.anthropic_body(request_id) if anthropic else self.body, self.status, headers)
+        body = self.anthropic_body(request_id) if is_anthropic(path) else self.body
+        return JsonReply(body, self.status, headers)
+
+
+def is_anthropic(path: str) -> bool:
+    """Whether a route speaks Anthropic's protocol."""
+    return path == ANTHROPIC_PATH or path.startswith(ANTHROPIC_PATH + "/")
 
 
 class ClientGone(Exception):

@@ -20,6 +20,7 @@ from flint_jax.server.forced import read_structured
 from flint_jax.server.jobs import Job
 from flint_jax.server.messages_input import read_conversation, read_format
 from flint_jax.server.models import reply_name
+from flint_jax.server.records import arrival
 from flint_jax.server.replies import JsonReply, quoted
 from flint_jax.server.sampling_fields import read_sampling
 from flint_jax.server.state import ServerState
@@ -118,7 +119,7 @@ class MessagesWriter(Writer):
 
     def error(self, error: ApiError) -> bytes:
         """The event that ends a stream which fails after its beginning."""
-        return sse.named_event(error.anthropic_body(self.run.id))
+        return sse.named_event(error.anthropic_body(arrival.get().request_id))
 
     def _start(self) -> str:
         message = self._message([]) | {"stop_reason": None, "stop_sequence": None, "usage": self._usage()}

@@ -13,7 +13,7 @@ from time import monotonic
 
 from starlette.datastructures import Headers, MutableHeaders
 
-from flint_jax.server.errors import ApiError, ClientGone, to_api_error
+from flint_jax.server.errors import ApiError, ClientGone, is_anthropic, to_api_error
 from flint_jax.server.records import Arrival, arrival, timings
 from flint_jax.server.state import ServerState
 
@@ -42,7 +42,10 @@ class RequestIds:
 
         async def send_with_id(message):
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)["x-request-id"] = request_id
+                headers = MutableHeaders(scope=message)
+                headers["x-request-id"] = request_id
+                if is_anthropic(_path(scope)):
+                    headers["request-id"] = request_id  # the name that Anthropic's client reads
             await send(message)
 
         await self._app(scope, receive, send_with_id)

@@ -1,6 +1,7 @@
 """Anthropic's protocol: requests in, messages and events out, errors, through the official client and on the wire."""
 
 import json
+import re
 import threading
 
 import anthropic
@@ -66,6 +67,7 @@ def test_whole_message_through_the_official_client(server):
     message = server.anthropic().messages.create(model="flint-test", max_tokens=99, messages=HI, tools=[WEATHER])
     thought, text, use = message.content
     assert (message.type, message.role, message.model) == ("message", "assistant", "flint-test")
+    assert re.fullmatch("[0-9a-f]{32}", message._request_id)
     assert (thought.type, thought.thinking) == ("thinking", "Hm.")
     assert (text.type, text.text) == ("text", "Let me look.")
     assert (use.type, use.name, use.input) == ("tool_use", "weather", {"city": "Oslo", "days": 3})
@@ -85,6 +87,7 @@ OUTPUTS = [
     "<think>t</think>one " + call("weather", city="a") + "\n" + call("weather", days="2") + " two",
     "<think>t" + call("weather", city="cut")[:-25],
     call("other", x="1") + "after",
+    call("weather", days='"\\ud83d"'),  # half a character, which UTF-8 cannot hold
     "a<think>b</think>c<think>d</think>",
 ]
 
@@ -373,6 +376,7 @@ def test_an_error_after_the_first_event_ends_the_stream(server):
     got = events(server)
     assert got[0]["type"] == "message_start"
     assert (got[-1]["type"], got[-1]["error"]["type"]) == ("error", "api_error")
+    assert re.fullmatch("[0-9a-f]{32}", got[-1]["request_id"])  # the request's, as in the log and the header
     with (
         pytest.raises(anthropic.APIStatusError),
         server.anthropic().messages.stream(model="x", max_tokens=9, messages=HI) as stream,
