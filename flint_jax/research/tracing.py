@@ -152,11 +152,11 @@ def as_rows(model: Flint, tokens, lengths=None) -> tuple[jax.Array, jax.Array]:
             raise RequestError(f"lengths must be from 0 to {width}, got {lengths.tolist()!r:.80}", param="lengths")
         if not isinstance(tokens, jax.core.Tracer):
             tokens = np.asarray(tokens)
-            real = np.arange(width) < lengths[:, None]
-            bad = tokens[real & ((tokens < 0) | (tokens >= vocabulary))]
+            outside = (tokens < 0) | (tokens >= vocabulary)
+            bad = tokens[outside & (np.arange(width) < lengths[:, None])]
             if bad.size:
                 raise RequestError(f"token id {int(bad[0])} is outside the vocabulary, 0 to {vocabulary - 1}")
-            tokens = np.where(real, tokens, 0)
+            tokens = np.where(outside, 0, tokens)  # padding may be any number
     return jnp.asarray(tokens, jnp.int32), jnp.asarray(lengths, jnp.int32)
 
 
