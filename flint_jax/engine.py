@@ -308,7 +308,7 @@ class Engine:
         trackers = [job.tracker if job.request.id in held and self._waits(job, epoch) else None for job, epoch in rows]
         allowed, chosen, failed = masks.of_step(trackers, logits.shape[0], self.config.vocab_size)
         for i, error in failed.items():
-            self._finish(rows[i][0], rows[i][0].event(finish_reason="error", error=str(error)))
+            self._finish(rows[i][0], rows[i][0].event(finish_reason="error", error=str(error), refused=True))
         if not chosen.any():
             return tokens
         fast = sampling.fast_path(job.params for (job, _), again in zip(rows, chosen, strict=False) if again)
@@ -361,7 +361,7 @@ class Engine:
             try:
                 job.tracker.push(token)
             except FlintError as error:
-                self._finish(job, job.event(finish_reason="error", error=str(error)))
+                self._finish(job, job.event(finish_reason="error", error=str(error), refused=True))
                 return
             if full and job.tracker.done:
                 reason = "stop"  # there was room for all but the token that ends it

@@ -20,6 +20,7 @@ class Event:
     for the first time, in seconds of time.monotonic.
     A token that ends the request (an end-of-turn or stop id) is named in ``stop_token`` and not part of ``token_ids``.
     prompt_logprobs: with the first token, if asked for; one entry a prompt token, None for the first.
+    refused: the error is what the request asked for (its grammar met its limits), not the engine's.
     """
 
     request_id: str
@@ -29,6 +30,7 @@ class Event:
     finish_reason: str | None = None
     stop_token: int | None = None
     error: str | None = None
+    refused: bool = False
     prompt_tokens: int = 0
     cached_tokens: int = 0
     admitted_at: float | None = None

@@ -184,7 +184,7 @@ class Job:
         record.admitted = event.admitted_at or 0.0
         record.reason = event.finish_reason
         if event.finish_reason == ERROR:
-            record.corrupted = getattr(self._engine, "failed", None) is None
+            record.corrupted = getattr(self._engine, "failed", None) is None and not event.refused
         if event.finish_reason in (ERROR, ABORT):
             raise _unwanted_end(event)
         del self._open[index]
@@ -216,4 +216,8 @@ class Job:
 def _unwanted_end(event: Any) -> Exception:
     if event.finish_reason == "abort":
         return ApiError(503, "the request was stopped by the server", code="aborted")
+    if event.refused:
+        return ApiError(
+            400, f"the output could not be held to its grammar any longer: {event.error}", code="grammar_limit"
+        )
     return EngineError(f"{event.request_id}: {event.error or 'unknown error'}")

@@ -23,7 +23,8 @@ class Script:
     """What one request does.
 
     tokens: generated ids, an end token is added. burst: tokens per event. prefill_s, token_s: delays.
-    gate: nothing is generated until it is set. fail_after: an error instead of the token with this index.
+    gate: nothing is generated until it is set. fail_after: an error instead of the token with this index, of the
+    request's own making when refused.
     """
 
     tokens: Sequence[int]
@@ -32,6 +33,7 @@ class Script:
     token_s: float = 0.0
     gate: threading.Event | None = None
     fail_after: int | None = None
+    refused: bool = False
 
 
 @dataclasses.dataclass
@@ -189,7 +191,7 @@ class FakeEngine:
         tokens: list[int] = []
         for _ in range(script.burst):
             if script.fail_after == r.sent:
-                self._end(r, finish_reason="error", error="scripted failure")
+                self._end(r, finish_reason="error", error="scripted failure", refused=script.refused)
                 return True
             token = script.tokens[r.sent] if r.sent < len(script.tokens) else EOS
             r.sent += 1

@@ -350,6 +350,18 @@ def test_an_engine_error_after_the_first_byte_is_an_event(server):
         list(server.client().chat.completions.create(model="x", messages=HI["messages"], stream=True))
 
 
+def test_a_grammar_that_meets_its_limits_is_the_requests_own_fault(server):
+    """A 500 would be tried again by every client, three times in vain."""
+    server.says("abcdef", fail_after=3, refused=True)
+    error = check(server.chat(), 400)
+    assert error["code"] == "grammar_limit"
+    assert "scripted failure" in error["message"]
+    last = server.chat(stream=True).text.rstrip("\n").rpartition("\n\n")[2]
+    assert json.loads(last.removeprefix("data: "))["error"]["type"] == "invalid_request_error"
+    server.reset()
+    check_alive(server)
+
+
 def test_request_ids(server):
     assert server.chat().headers["x-request-id"] != server.chat().headers["x-request-id"]
     mine = {"x-request-id": "abc-123"}

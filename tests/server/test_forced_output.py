@@ -233,7 +233,7 @@ def test_a_grammar_that_breaks_ends_its_own_request_only(engine):
     sinks = run(engine, free, *(((1, 2), FREE, {"constraint": Open(n)}) for n in (0, 1, 5)))
     assert sinks[0].tokens == alone
     assert [len(s.tokens) for s in sinks[1:]] == [0, 1, 5]
-    assert [(s.reason, s[-1].error) for s in sinks[1:]] == [("error", "enough")] * 3
+    assert [(s.reason, s[-1].error, s[-1].refused) for s in sinks[1:]] == [("error", "enough", True)] * 3
 
 
 # -- budgets of thoughts -----------------------------------------------------------------------------------------------
