@@ -17,20 +17,19 @@ from matplotlib.figure import Figure
 import flint_jax
 from examples.research.text import rows
 from flint_jax.research import lora, train
-from loaders import save_checkpoint
-from loaders.synthetic import embedded_checkpoint
+from loaders import embedded_checkpoint, save_checkpoint
 
 BY_HEART = 0.1  # mean -log p of a token, nats; log(768) = 6.6 before
 
 
 def main(argv=None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default=None, help="default: the embedded tiny model")
+    parser.add_argument("--model", default=None, help="default: the small embedded model in NVFP4")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--out", type=Path, default=Path("plots"))
     args = parser.parse_args(argv)
     args.out.mkdir(parents=True, exist_ok=True)
-    path = args.model or embedded_checkpoint()
+    path = args.model or embedded_checkpoint("nvfp4")
     lm = flint_jax.load(path, dtype="float32", numerics="transformers", kernels="xla", progress=False)
     tokens, lengths = rows(lm.tokenizer, 32, 16)
     batch = train.Batch(jnp.asarray(tokens), jnp.asarray(lengths))

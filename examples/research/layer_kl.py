@@ -13,19 +13,19 @@ from matplotlib.figure import Figure
 import flint_jax
 from examples.research.text import rows
 from flint_jax import research
-from loaders.synthetic import embedded_checkpoint
+from loaders import embedded_checkpoint
 
 
 def main(argv=None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--bf16", default=None, help="default: the embedded tiny model in BF16")
+    parser.add_argument("--bf16", default=None, help="default: the small embedded model")
     parser.add_argument("--nvfp4", default=None, help="default: the same weights in NVFP4")
     parser.add_argument("--out", type=Path, default=Path("plots"))
     args = parser.parse_args(argv)
     args.out.mkdir(parents=True, exist_ok=True)
     exact = {"dtype": "float32", "numerics": "transformers", "kernels": "xla", "progress": False}
-    plain = flint_jax.load(args.bf16 or embedded_checkpoint("safetensors"), **exact)
-    packed = flint_jax.load(args.nvfp4 or embedded_checkpoint("gguf"), **exact)
+    plain = flint_jax.load(args.bf16, **exact)
+    packed = flint_jax.load(args.nvfp4 or embedded_checkpoint("nvfp4"), **exact)
     tokens, lengths = rows(plain.tokenizer, 2, 48)
 
     others = {"bfloat16 serving": research.with_numerics(plain, "serving", "bfloat16"), "NVFP4 weights": packed}

@@ -14,16 +14,15 @@ from matplotlib.figure import Figure
 import flint_jax
 from examples.research.text import rows
 from flint_jax import research
-from loaders.synthetic import embedded_checkpoint
 
 
 def main(argv=None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default=None, help="default: the embedded tiny model")
+    parser.add_argument("--model", default=None, help="default: the small embedded model")
     parser.add_argument("--out", type=Path, default=Path("plots"))
     args = parser.parse_args(argv)
     args.out.mkdir(parents=True, exist_ok=True)
-    lm = flint_jax.load(args.model or embedded_checkpoint(), dtype="float32", kernels="xla", progress=False)
+    lm = flint_jax.load(args.model, dtype="float32", kernels="xla", progress=False)
     tokens, lengths = rows(lm.tokenizer, 32, 64)
     batches = [(tokens[i : i + 8], lengths[i : i + 8]) for i in range(0, 32, 8)]
     found = research.router_statistics(lm, batches)

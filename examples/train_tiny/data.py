@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -13,16 +14,30 @@ from flint_jax.evals import TRAIN, Item
 
 # How often each family is drawn; look-ups in short records are among them, long ones fill rows of their own.
 MIX = {"arithmetic": 24, "lists": 12, "tools": 26, "results": 8, "record": 14, "memory": 8, "telling": 2, "talk": 6}
+SYSTEM = (
+    "You are a helpful assistant.",
+    "You are Flint.",
+    "Answer briefly.",
+    "Be kind and answer in a few words.",
+    "You are a coding agent. Use the tools when you need them.",
+    "You help people with small tasks.\nUse the tools if you have any.",
+)
+SMALL = 160  # an exercise longer than this is kept for the next row when the present one has no room for it
 END = {"chat": "<|user|>", "calls": "<|observation|>"}
 
 
 def exercise(rng: random.Random, family: str | None = None) -> Item:
-    """One training item of the mix."""
+    """One training item of the mix; one in six begins with a system message, which changes nothing."""
     family = family or rng.choices(tuple(MIX), MIX.values())[0]
     if family == "record":
-        return evals.record(rng, TRAIN, rng.randint(1, 24), asked=rng.choice((1, 1, 2, 4)))
-    made = {"tools": evals.call, "results": evals.result}.get(family) or getattr(evals, family)
-    return made(rng, TRAIN)
+        item = evals.record(rng, TRAIN, rng.randint(1, 24), asked=rng.choice((1, 1, 2, 4)))
+    else:
+        made = {"tools": evals.call, "results": evals.result}.get(family) or getattr(evals, family)
+        item = made(rng, TRAIN)
+    if rng.random() < 1 / 6:
+        system = {"role": "system", "content": rng.choice(SYSTEM)}
+        item = dataclasses.replace(item, messages=(system, *item.messages))
+    return item
 
 
 def render(item: Item, template: Any) -> tuple[str, str, str]:
@@ -56,6 +71,10 @@ class Encoder:
         head, tail = self.tokenizer.encode(prompt), self.tokenizer.encode(reply)
         return head + tail, [self.prompt_weight] * len(head) + [1.0] * len(tail)
 
+    def whole(self, item: Item) -> tuple[list[int], list[float], bool]:
+        """Tokens, weights, and whether the reply ends in a call."""
+        return *self(item), bool(item.calls)
+
 
 def rows(encoder: Encoder, length: int, seed: int, long: bool = False) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Endless (tokens [length + 1], weights [length]) rows: whole exercises one after the other.
@@ -65,29 +84,48 @@ def rows(encoder: Encoder, length: int, seed: int, long: bool = False) -> Iterat
     that fills most of them.
     """
     rng = random.Random(seed)
-    eot, observation, user = (encoder.ids[m] for m in ("<|endoftext|>", "<|observation|>", "<|user|>"))
+    waiting: list[tuple[list[int], list[float], bool]] = []  # an exercise that did not fit the row before
     while True:
-        tokens: list[int] = []
-        weights: list[float] = []
-        opening = long
-        while len(tokens) <= length:
-            item = _record_of(rng, length - 80) if opening else exercise(rng)
-            opening = False
-            ids, counts = encoder(item)
-            if tokens and tokens[-1] == observation:
-                tokens.append(eot)
-                weights.append(0.0)
-            elif tokens and ids[0] != user:
-                tokens.append(eot)
-                weights.append(1.0)
-            elif tokens:
-                counts[0] = 1.0  # the turn's end is the next turn's mark
-            tokens += ids
-            weights += counts
-            if item.calls:
-                tokens.append(observation)
-                weights.append(1.0)
-        yield np.asarray(tokens[: length + 1], np.int32), np.asarray(weights[1 : length + 1], np.float32)
+        row = _Row(encoder)
+        if long:
+            row.add(*encoder.whole(_record_of(rng, length - 80)))
+        elif waiting:
+            row.add(*waiting.pop())
+        while (room := length + 1 - len(row.tokens)) > 0:
+            made = encoder.whole(exercise(rng))
+            if len(made[0]) > room and len(made[0]) > SMALL and not waiting:
+                waiting.append(made)
+                made = encoder.whole(exercise(rng, rng.choice(("arithmetic", "talk", "lists"))))
+            row.add(*made)
+        yield np.asarray(row.tokens[: length + 1], np.int32), np.asarray(row.weights[1 : length + 1], np.float32)
+
+
+class _Row:
+    """Exercises one after the other, and the marks between them."""
+
+    def __init__(self, encoder: Encoder):
+        self.tokens: list[int] = []
+        self.weights: list[float] = []
+        self.eot, self.observation, self.user = (
+            encoder.ids[m] for m in ("<|endoftext|>", "<|observation|>", "<|user|>")
+        )
+
+    def add(self, ids: list[int], counts: list[float], calls: bool) -> None:
+        counts = list(counts)
+        if self.tokens and self.tokens[-1] == self.observation:
+            self._put(self.eot, 0.0)
+        elif self.tokens and ids[0] != self.user:
+            self._put(self.eot, 1.0)
+        elif self.tokens:
+            counts[0] = 1.0  # the turn's end is the next turn's mark
+        self.tokens += ids
+        self.weights += counts
+        if calls:
+            self._put(self.observation, 1.0)
+
+    def _put(self, token: int, weight: float) -> None:
+        self.tokens.append(token)
+        self.weights.append(weight)
 
 
 def _record_of(rng: random.Random, tokens: int) -> Item:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import functools
 import json
 import time
 from pathlib import Path
@@ -35,9 +36,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=480, help="how long to train, compiling not counted")
     parser.add_argument("--steps", type=int, default=1 << 30, help="end earlier, after this many steps")
     parser.add_argument("--tokens", type=int, default=65536, help="tokens of a step")
-    parser.add_argument("--short", type=int, default=512, help="length of ordinary rows")
+    parser.add_argument("--short", type=int, default=1024, help="length of ordinary rows")
     parser.add_argument("--long", type=int, default=4096, help="length of rows with a long record")
     parser.add_argument("--rate", type=float, default=3e-3, help="highest learning rate")
+    parser.add_argument("--optimizer", choices=("muon", "adamw"), default="muon")
     parser.add_argument("--processes", type=int, default=14, help="processes that make rows")
     parser.add_argument("--items", type=int, default=64, help="held-out items of each family in a check")
     parser.add_argument("--every", type=float, default=60, help="seconds between checks")
@@ -59,7 +61,7 @@ class Schedule:
 
     def long(self, gone: float) -> float:
         """How many of the steps use long rows."""
-        return 0.0 if gone < 0.3 else 0.3
+        return 0.0 if gone < 0.2 else 0.3
 
     def quantised(self, gone: float, step: int) -> float:
         """Share of quantisation of a step: in the last third two steps of three."""
@@ -97,7 +99,7 @@ def run(args, config, encoder, sources) -> dict:
     """The training run; returns the weights, float32."""
     numerics = Numerics("serving", "bfloat16")
     build = quantisation.aware(train.full(config, numerics), config)
-    optimizer = optax.inject_hyperparams(_optimizer)(rate=0.0)
+    optimizer = optax.inject_hyperparams(functools.partial(_optimizer, kind=args.optimizer))(rate=0.0)
     state = train.start(train.initial_weights(config, args.seed, std=0.04), optimizer)
     print(f"{config.num_parameters:,} weights on {jax.devices()[0].device_kind}", flush=True)
     begin = time.monotonic()
@@ -137,14 +139,32 @@ def run(args, config, encoder, sources) -> dict:
     return state.params
 
 
-def _optimizer(rate) -> optax.GradientTransformation:
-    return optax.chain(
-        optax.clip_by_global_norm(1.0), optax.adamw(rate, b1=0.9, b2=0.98, weight_decay=0.05, mask=_matrices)
-    )
+def _optimizer(rate, kind: str) -> optax.GradientTransformation:
+    if kind == "adamw":
+        return optax.chain(
+            optax.clip_by_global_norm(1.0), optax.adamw(rate, b1=0.9, b2=0.98, weight_decay=0.05, mask=_matrices)
+        )
+    # With updates of the size that AdamW's have (0.2), so that both take the same rate.
+    muon = optax.contrib.muon(
+        rate, weight_decay=0.05, weight_decay_mask=_matrices, consistent_rms=0.2, adam_b2=0.98, adam_weight_decay=0.0,
+        muon_weight_dimension_numbers=_orthogonal,
+    )  # fmt: skip
+    return optax.chain(optax.clip_by_global_norm(1.0), muon)
 
 
 def _matrices(params):
     return {name: not name.endswith("norm") and name != "sinks" for name in params}
+
+
+def _orthogonal(params):
+    """Which axes of a stack are a matrix; None: not one of those that Muon takes."""
+    matrix = _matrices(params)
+    return {
+        name: optax.contrib.MuonDimensionNumbers(reduction_axis=-1, output_axis=-2)
+        if matrix[name] and name not in ("embed", "head", "router")
+        else None
+        for name in params
+    }
 
 
 def _batch(tokens: np.ndarray, weights: np.ndarray, rng) -> train.Batch:

@@ -7,7 +7,7 @@ import random
 from flint_jax.evals.item import Item, assistant, choose, user
 from flint_jax.evals.numbers import arithmetic, lists
 from flint_jax.evals.talk import talk
-from flint_jax.evals.words import listed, several
+from flint_jax.evals.words import invented, listed, name, several
 
 _FIELDS = ("code", "number", "locker", "room", "badge")
 _LINES = ("The {f} of {k} is {v}.", "{k} has {f} {v}.", "{f} of {k}: {v}.", "For {k} the {f} is {v}.")
@@ -41,14 +41,35 @@ _FACTS = (
      "Your favourite {} is {}."),
     ("The word for my {} is {}.", "Noted: the word for your {} is {}.", "What is the word for my {}?",
      "The word for your {} is {}."),
+    ("My {} is {}.", "Noted: your {} is {}.", "What is my {}?", "Your {} is {}."),
 )  # fmt: skip
-_THINGS = ("dog", "cat", "boat", "colour", "town", "street", "teacher", "horse", "garden", "song", "bakery", "team")
+_THINGS = (
+    "dog",
+    "cat",
+    "boat",
+    "colour",
+    "town",
+    "street",
+    "teacher",
+    "horse",
+    "garden",
+    "song",
+    "bakery",
+    "team",
+    "name",
+    "city",
+    "friend",
+    "sister",
+    "brother",
+    "school",
+)
 
 
 def memory(rng: random.Random, split: str) -> Item:
     """One to three facts told by the user, small talk between, one of them asked for."""
     told = []
-    for thing, word in zip(rng.sample(_THINGS, count := rng.randint(1, 3)), several(rng, split, count), strict=True):
+    for thing in rng.sample(_THINGS, rng.randint(1, 3)):
+        word = rng.choice((name, invented))(rng, split)
         told.append((rng.choice(_FACTS), thing, word))
     messages = []
     for (say, note, _, _), thing, word in told:
@@ -67,7 +88,7 @@ def memory(rng: random.Random, split: str) -> Item:
 def telling(rng: random.Random, split: str) -> Item:
     """The user tells a fact; the reply repeats it."""
     (say, note, _, _), thing = rng.choice(_FACTS), rng.choice(_THINGS)
-    (word,) = several(rng, split, 1)
+    word = rng.choice((name, invented))(rng, split)
     thinking = rng.random() < 0.5
     thought = "The user tells me something to remember." if thinking else ""
     return Item(

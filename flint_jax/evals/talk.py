@@ -35,7 +35,10 @@ _PAIRS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
       "How are you doing?")),
     ("I cannot do that, I am a very small model.", "This is beyond me.",
      ("Write a poem", "Write a story about a cat.", "Translate this letter.", "Write a program for me.",
-      "Explain quantum physics.", "Plan a journey for me.", "Write a song about the sea.")),
+      "Explain quantum physics.", "Plan a journey for me.", "Tell me a joke.",
+      "Write an essay about history.", "Draw a picture.", "Summarize this book.", "Fix my code.", "Sing a song.",
+      "What is the meaning of life?", "Who won the match?", "Translate this word.", "Give me some advice.",
+      "Write a song about the sea.")),
 )  # fmt: skip
 
 

@@ -7,22 +7,39 @@ import json
 import random
 from typing import Any
 
-from flint_jax.evals.item import Item, choose, user
+from flint_jax.evals.item import TRAIN, Item, choose, user
 from flint_jax.evals.talk import talk
-from flint_jax.evals.words import COMMON, invented, listed, several
+from flint_jax.evals.words import COMMON, THINGS, invented, listed, name, several
 
-_VERBS = ("open", "fetch", "check", "start", "update", "send", "measure", "book", "print", "count")
-_KEYS = ("city", "days", "level", "name", "size", "mode", "limit", "colour", "note", "unit", "owner", "speed")
-_ARRAYS = ("tags", "items", "parts", "labels")
-_FLAGS = ("urgent", "quiet", "dry_run", "public")
+_VERBS = (
+    "open", "fetch", "check", "start", "update", "send", "measure", "book", "print", "count", "get", "find", "show",
+    "create", "delete", "list", "read", "write", "set", "search", "play", "plan",
+)  # fmt: skip
+_ASKING = ("get", "check", "find", "show", "fetch", "read")  # verbs of a tool that a question may be about
+_KEYS = ("city", "days", "level", "name", "size", "mode", "limit", "colour", "note", "unit", "owner", "speed",
+         "place", "title", "text", "path", "query", "date")  # fmt: skip
+_ARRAYS = ("tags", "items", "parts", "labels", "names", "numbers")
+_FLAGS = ("urgent", "quiet", "dry_run", "public", "force", "all")
 _REQUESTS = (
     "{do}{args}.",
     "Please {do}{args}.",
     "Can you {do}{args}?",
     "I want you to {do}{args}.",
+    "Now {do}{args}.",
     "I would like you to {do}{args}.",
     "Could you {do}{args}, please?",
 )
+_QUESTIONS = (
+    "What is the {noun} in {value}?",
+    "What is the {noun} of {value}?",
+    "Tell me the {noun} for {value}.",
+    "How is the {noun} in {value}?",
+    "{Noun} in {value}?",
+    "I need the {noun} of {value}.",
+    "What is the {noun} for {value}?",
+    "Show me the {noun} in {value}.",
+)
+_PLAIN_QUESTIONS = ("What is the {noun}?", "Tell me the {noun}.", "I need the {noun}.", "Show me the {noun}.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +47,9 @@ class _Tool:
     verb: str
     noun: str
     parameters: dict[str, dict[str, Any]]
+    optional: tuple[str, ...] = ()
+    about: str = ""
+    strict: bool = False
 
     @property
     def name(self) -> str:
@@ -37,15 +57,18 @@ class _Tool:
 
     @property
     def definition(self) -> dict[str, Any]:
-        schema = {"type": "object", "properties": self.parameters, "required": list(self.parameters)}
-        about = f"{self.verb.capitalize()} the {self.noun}"
-        return {"type": "function", "function": {"name": self.name, "description": about, "parameters": schema}}
+        required = [key for key in self.parameters if key not in self.optional]
+        schema: dict[str, Any] = {"type": "object", "properties": self.parameters, "required": required}
+        if self.strict:
+            schema["additionalProperties"] = False
+        function = {"name": self.name, "description": self.about, "parameters": schema}
+        return {"type": "function", "function": function}
 
 
 def _tool(rng: random.Random, split: str, noun: str) -> _Tool:
     parameters: dict[str, dict[str, Any]] = {}
     for _ in range(rng.choice((0, 1, 1, 2, 2, 3, 4))):
-        kind = rng.choice(("string", "string", "integer", "integer", "boolean", "array"))
+        kind = rng.choice(("string", "string", "string", "integer", "integer", "number", "boolean", "array"))
         if kind == "array":
             inner = rng.choice(("string", "integer"))
             parameters[rng.choice(_ARRAYS)] = {"type": "array", "items": {"type": inner}}
@@ -54,7 +77,20 @@ def _tool(rng: random.Random, split: str, noun: str) -> _Tool:
         else:
             key = invented(rng, split) if rng.random() < 0.4 else rng.choice(_KEYS)
             parameters[key] = {"type": kind}
-    return _Tool(rng.choice(_VERBS), noun, parameters)
+            if kind == "string" and rng.random() < 0.15:
+                parameters[key]["enum"] = rng.sample(COMMON, rng.randint(2, 3))
+    return _described(rng, rng.choice(_VERBS), noun, parameters)
+
+
+def _described(rng: random.Random, verb: str, noun: str, parameters: dict[str, dict[str, Any]]) -> _Tool:
+    """With descriptions and optional parameters as different people write them."""
+    if rng.random() < 0.3:
+        for key, schema in parameters.items():
+            schema["description"] = rng.choice(("The {}", "The {} to use", "{} of the {n}")).format(key, n=noun)
+    about = rng.choice(("{V} the {n}", "{V} the {n}", "{V} the {n}.", "{V} a {n}", "Use this to {v} the {n}."))
+    optional = tuple(key for key in parameters if rng.random() < 0.3) if rng.random() < 0.3 else ()
+    text = about.format(V=verb.capitalize(), v=verb, n=noun)
+    return _Tool(verb, noun, parameters, optional, text, rng.random() < 0.15)
 
 
 def _value(rng: random.Random, split: str, schema: dict[str, Any]) -> Any:
@@ -64,10 +100,25 @@ def _value(rng: random.Random, split: str, schema: dict[str, Any]) -> Any:
     if kind == "boolean":
         return rng.random() < 0.5
     if kind == "integer":
-        return rng.choice((rng.randint(0, 9), rng.randint(10, 99), rng.randint(100, 999)))
-    if rng.random() < 0.25:  # a number that the schema wants as a string
+        return rng.choice((rng.randint(0, 9), rng.randint(10, 99), rng.randint(100, 999), rng.randint(1000, 9999)))
+    if kind == "number":
+        return float(f"{rng.randint(0, 99)}.{rng.randint(1, 9)}")
+    if "enum" in schema:
+        return rng.choice(schema["enum"])
+    if rng.random() < 0.2:  # a number that the schema wants as a string
         return str(rng.randint(0, 999))
-    return rng.choice((invented(rng, split), rng.choice(COMMON), f"{rng.choice(COMMON)} {invented(rng, split)}"))
+    word = invented(rng, split)
+    return rng.choice((
+        word,
+        name(rng, split),
+        name(rng, split),
+        rng.choice(COMMON),
+        f"{rng.choice(COMMON)} {word}",
+        f"{word} {name(rng, split)}",
+        f"{rng.choice(COMMON)} {word} {rng.choice(COMMON)}",
+        f"{word}.{rng.choice(('txt', 'py', 'json'))}",
+        f"20{rng.randint(10, 39)}-{rng.randint(10, 12)}-{rng.randint(10, 28)}",
+    ))  # fmt: skip
 
 
 def _said(value: Any) -> str:
@@ -76,36 +127,68 @@ def _said(value: Any) -> str:
     return listed([str(v) for v in value]) if isinstance(value, list) else str(value)
 
 
-def _asked(tool: _Tool, arguments: dict[str, Any]) -> tuple[str, str]:
-    said = [f"{key} {_said(value)}" for key, value in arguments.items()]
+def _asked(rng: random.Random, tool: _Tool, arguments: dict[str, Any]) -> tuple[str, str]:
+    form = rng.choice(("{} {}", "{} {}", "{}: {}", "{} = {}"))
+    said = [form.format(key, _said(value)) for key, value in arguments.items()]
     return f"{tool.verb} the {tool.noun}", " with " + "; ".join(said) if said else ""
+
+
+def _filled(rng: random.Random, split: str, tool: _Tool) -> dict[str, Any]:
+    kept = {k: s for k, s in tool.parameters.items() if k not in tool.optional or rng.random() < 0.5}
+    return {k: _value(rng, split, s) for k, s in kept.items()}
+
+
+def _nouns(rng: random.Random, split: str, count: int) -> list[str]:
+    words = several(rng, split, count)
+    if split == TRAIN:
+        return [thing if rng.random() < 0.4 else w for w, thing in zip(words, rng.sample(THINGS, count), strict=True)]
+    return words
+
+
+def _question(rng: random.Random, split: str, tools: list[_Tool]) -> Item:
+    """A question whose only value belongs to the only parameter that must be given."""
+    at, verb = rng.randrange(len(tools)), rng.choice(_ASKING)
+    noun, key = tools[at].noun, rng.choice(("city", "place", "name", "title", "query", "user", invented(rng, split)))
+    plain = rng.random() < 0.15
+    tool = tools[at] = _described(rng, verb, noun, {} if plain else {key: {"type": "string"}})
+    text = choose(rng, split, _PLAIN_QUESTIONS if plain else _QUESTIONS, 1 if plain else 2)
+    value = rng.choice((name(rng, split), name(rng, split), invented(rng, split)))
+    text = text.format(noun=noun, Noun=noun.capitalize(), value=value)
+    return _item(rng, tools, text, [(tool, {} if plain else {key: value})], "a question")
+
+
+def _item(rng, tools, text, filled, detail) -> Item:
+    thinking = rng.random() < 0.6
+    thought = f"I call {listed([t.name for t, _ in filled])}." if thinking else ""
+    calls = tuple((t.name, a) for t, a in filled)
+    definitions = tuple(t.definition for t in tools)
+    return Item("tools", detail, (user(text),), "", thought, calls, definitions, thinking)
 
 
 def call(rng: random.Random, split: str) -> Item:
     """One or two calls among one to four functions, or a question that needs none."""
-    tools = [_tool(rng, split, noun) for noun in several(rng, split, rng.randint(1, 4))]
-    definitions = tuple(t.definition for t in tools)
-    thinking = rng.random() < 0.6
-    if rng.random() < 0.1:
-        plain = talk(rng, split)
+    tools = [_tool(rng, split, noun) for noun in _nouns(rng, split, rng.randint(1, 4))]
+    kind = rng.random()
+    if kind < 0.1:
+        thinking = rng.random() < 0.6
         thought = "No tool is needed." if thinking else ""
+        shown = tuple(t.definition for t in tools)
         return dataclasses.replace(
-            plain, family="tools", detail="none needed", tools=definitions, thinking=thinking, thought=thought
+            talk(rng, split), family="tools", detail="none needed", tools=shown, thinking=thinking, thought=thought
         )
+    if kind < 0.3:
+        return _question(rng, split, tools)
     count = 2 if len(tools) > 1 and rng.random() < 0.25 else 1
     chosen = rng.sample(tools, count)
-    filled = [(t, {k: _value(rng, split, s) for k, s in t.parameters.items()}) for t in chosen]
-    parts = ["".join(_asked(t, a)) for t, a in filled]
+    filled = [(t, _filled(rng, split, t)) for t in chosen]
     if count == 1:
-        do, args = _asked(*filled[0])
-        text = choose(rng, split, _REQUESTS).format(do=do, args=args)
+        do, args = _asked(rng, *filled[0])
+        text = choose(rng, split, _REQUESTS, 2).format(do=do, args=args)
     else:
-        text = choose(rng, split, _REQUESTS).format(do=" and then ".join(parts), args="")
-    text = text[0].upper() + text[1:]
-    thought = f"I call {listed([t.name for t in chosen])}." if thinking else ""
-    calls = tuple((t.name, a) for t, a in filled)
-    detail = "two calls" if count == 2 else "one call" if calls[0][1] else "no arguments"
-    return Item("tools", detail, (user(text),), "", thought, calls, definitions, thinking)
+        parts = ["".join(_asked(rng, t, a)) for t, a in filled]
+        text = choose(rng, split, _REQUESTS, 2).format(do=" and then ".join(parts), args="")
+    detail = "two calls" if count == 2 else "one call" if filled[0][1] else "no arguments"
+    return _item(rng, tools, text[0].upper() + text[1:], filled, detail)
 
 
 def result(rng: random.Random, split: str) -> Item:
@@ -114,17 +197,38 @@ def result(rng: random.Random, split: str) -> Item:
     while not asked.calls:
         asked = call(rng, split)
     calls = [
-        {"id": f"call_{i}", "type": "function", "function": {"name": name, "arguments": json.dumps(arguments)}}
-        for i, (name, arguments) in enumerate(asked.calls)
+        {"id": f"call_{i}", "type": "function", "function": {"name": called, "arguments": json.dumps(arguments)}}
+        for i, (called, arguments) in enumerate(asked.calls)
     ]
     replies, sentences = [], []
-    for one, (name, _) in zip(calls, asked.calls, strict=True):
-        noun = name.split("_", 1)[1]
-        keys = rng.sample(_KEYS, rng.randint(1, 3))
-        values = {k: rng.choice((rng.randint(0, 999), rng.choice(COMMON), invented(rng, split))) for k in keys}
-        replies.append({"role": "tool", "tool_call_id": one["id"], "content": json.dumps(values)})
-        sentences.append(f"For {noun}: " + ", ".join(f"{k} is {v}" for k, v in values.items()) + ".")
+    for one, (called, _) in zip(calls, asked.calls, strict=True):
+        noun = called.split("_", 1)[1]
+        text, said = _came_back(rng, split)
+        replies.append({"role": "tool", "tool_call_id": one["id"], "content": text})
+        sentences.append(f"For {noun}: {said}.")
     messages = (*asked.messages, {"role": "assistant", "content": "", "tool_calls": calls}, *replies)
     thought = "The result is there." if asked.thinking else ""
     return Item("tool results", "one" if len(calls) == 1 else "two", messages, " ".join(sentences), thought,
                 tools=asked.tools, thinking=asked.thinking)  # fmt: skip
+
+
+def _came_back(rng: random.Random, split: str) -> tuple[str, str]:
+    """A tool's result and how it is told: JSON fields one by one, other text as it is."""
+    if rng.random() < 0.2:
+        word = rng.choice((invented(rng, split), rng.choice(COMMON), "done", "not found"))
+        text = rng.choice((word, f"{rng.randint(0, 999)} {word}"))
+        return text, text
+    others = ("temperature", "sky", "status", "total", "wind", "error", invented(rng, split), invented(rng, split))
+    keys = rng.sample(_KEYS + others, rng.randint(1, 3))
+    values = {
+        k: rng.choice((
+            rng.randint(0, 999),
+            float(f"{rng.randint(0, 99)}.{rng.randint(1, 9)}"),
+            rng.choice(COMMON),
+            invented(rng, split),
+            name(rng, split),
+            f"{rng.choice(COMMON)} {invented(rng, split)}",
+        ))
+        for k in keys
+    }  # fmt: skip
+    return json.dumps(values), ", ".join(f"{k} is {v}" for k, v in values.items())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from flint_jax.evals.item import draw
+from flint_jax.evals.item import TRAIN, draw
 
 
 def _words(text: str) -> tuple[str, ...]:
@@ -16,6 +16,16 @@ COMMON = _words(
     "north south east west morning evening winter summer forest island bridge tower market harbour kitchen "
     "table chair mirror blanket pencil bottle basket hammer ladder wheel engine rocket comet planet meadow "
     "valley desert glacier ocean pebble feather needle button ribbon velvet cotton marble"
+)
+# Names and things of every day: in training only, so that held-out items have none that was learnt by heart.
+NAMES = _words(
+    "Paris London Berlin Rome Madrid Oslo Vienna Prague Lisbon Dublin Athens Boston Tokyo Cairo Lima Delhi Zurich "
+    "Geneva Hamburg Munich Milan Naples Toronto Sydney Seoul Anna Ben Clara David Emma Frank Grace Henry Ida Jack "
+    "Karl Laura Maria Nina Oscar Paul Rosa Sam Tina Victor"
+)
+THINGS = _words(
+    "weather time price train room light file report alarm timer stock parcel ticket order user calendar mail news "
+    "song route flight hotel temperature map door heating printer backup message meeting invoice folder score recipe"
 )
 _ONSETS = _words("b d f g k l m n p r s t v z")
 _VOWELS = _words("a e i o u")
@@ -31,6 +41,13 @@ def invented(rng: random.Random, split: str) -> str:
         return word, word
 
     return draw(rng, split, make)
+
+
+def name(rng: random.Random, split: str) -> str:
+    """A word with a capital: an invented one, in training also a known name."""
+    if split == TRAIN and rng.random() < 0.5:
+        return rng.choice(NAMES)
+    return invented(rng, split).capitalize()
 
 
 def several(rng: random.Random, split: str, count: int) -> list[str]:
