@@ -84,7 +84,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _model_flags(parser: argparse.ArgumentParser, load: bool = True) -> None:
-    parser.add_argument("--model", help="folder, .gguf file or hub id (default: the embedded model)")
+    parser.add_argument("--model", help="folder, .gguf file or hub id (default: the small embedded model)")
     parser.add_argument("--config", help="folder whose config.json wins over the checkpoint's own")
     parser.add_argument("--tokenizer", help="folder whose tokenizer wins over the checkpoint's own")
     if load:
@@ -117,7 +117,7 @@ def _eval_flags(parser: argparse.ArgumentParser) -> None:
 def _path(args: argparse.Namespace) -> str:
     if args.model is not None:
         return args.model
-    from loaders.synthetic import embedded_checkpoint
+    from loaders import embedded_checkpoint
 
     return str(embedded_checkpoint())
 

@@ -287,7 +287,7 @@ def _bucket(length: int) -> int:
 
 
 def load(
-    path: str | os.PathLike,
+    path: str | os.PathLike | None = None,
     *,
     dtype: str = "bfloat16",
     numerics: str = "serving",
@@ -298,7 +298,8 @@ def load(
     progress: bool = True,
     sharding: Any = None,
 ) -> LanguageModel:
-    """Load a checkpoint: a folder of config.json + safetensors, a .gguf file or its folder, an Orbax folder, a hub id.
+    """Load a checkpoint: a folder of config.json + safetensors, a .gguf file or its folder, an Orbax folder, a hub id;
+    without a path the small trained model of the package (``loaders.embedded_checkpoint``).
 
     dtype: "bfloat16", or "float32" (stored weights upcast, float32 compute; for parity work). numerics: "serving" or
     "transformers" (see flint_jax.numerics). kernels: "auto", "xla" or "pallas". max_context: shorter contexts than the
@@ -313,6 +314,7 @@ def load(
     rules = Numerics(numerics, dtype)
     if kernels not in KERNELS:
         raise RequestError(f"kernels = {kernels!r}: need one of {', '.join(KERNELS)}", param="kernels")
+    path = loaders.embedded_checkpoint() if path is None else path
     checkpoint = loaders.open_checkpoint(path, config=config, tokenizer=tokenizer)
     c = checkpoint.config
     if max_context is not None and not 1 <= max_context <= c.max_position_embeddings:

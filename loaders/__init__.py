@@ -7,9 +7,13 @@ from typing import TYPE_CHECKING
 
 from loaders.assemble import LoadReport
 from loaders.checkpoint import Checkpoint, load_weights, open_checkpoint
+from loaders.embedded import embedded_checkpoint
 from loaders.export import save_checkpoint
 
-__all__ = ["Checkpoint", "LoadReport", "load_tokenizer", "load_weights", "open_checkpoint", "save_checkpoint"]
+__all__ = [
+    "Checkpoint", "LoadReport", "embedded_checkpoint", "load_tokenizer", "load_weights", "open_checkpoint",
+    "save_checkpoint",
+]  # fmt: skip
 
 
 if TYPE_CHECKING:

@@ -270,13 +270,13 @@ def _threads() -> int:
     return min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 4, 32)
 
 
-# -- the model that runs when none is named ---------------------------------------------------------------------------
+# -- one that is made when it is first asked for ----------------------------------------------------------------------
 
-_EMBEDDED_NAMES = {"gguf": "flint-tiny-NVFP4.gguf", "safetensors": "flint-tiny"}
+_RANDOM_NAMES = {"gguf": "flint-random-NVFP4.gguf", "safetensors": "flint-random"}
 
 
-def embedded_checkpoint(form: str = "gguf") -> Path:
-    """The default model: the tiny preset with random weights, written into the user's cache on first use.
+def random_checkpoint(form: str = "gguf") -> Path:
+    """The tiny preset with random weights, seed 0, written into the user's cache on first use.
 
     form: "gguf" (one NVFP4 file, about 2 MB) or "safetensors" (a BF16 folder of the same weights, about 6 MB).
     Several processes may ask at once: each writes a folder of its own, and the first to finish is the one that stays.
@@ -288,8 +288,8 @@ def embedded_checkpoint(form: str = "gguf") -> Path:
         making = Path(tempfile.mkdtemp(prefix=".tiny-", dir=home.parent))
         try:
             config = preset("tiny")
-            write_gguf(making / _EMBEDDED_NAMES["gguf"], config)
-            write_safetensors(making / _EMBEDDED_NAMES["safetensors"], config)
+            write_gguf(making / _RANDOM_NAMES["gguf"], config)
+            write_safetensors(making / _RANDOM_NAMES["safetensors"], config)
             making.chmod(0o755)
             try:
                 making.rename(home)
@@ -298,7 +298,7 @@ def embedded_checkpoint(form: str = "gguf") -> Path:
                     raise
         finally:
             shutil.rmtree(making, ignore_errors=True)
-    return home / _EMBEDDED_NAMES[form]
+    return home / _RANDOM_NAMES[form]
 
 
 def _cache_folder() -> Path:
@@ -321,7 +321,7 @@ def _fingerprint() -> str:
     made_from = [
         Path(m.__file__) for m in (sys.modules[__name__], describe, name_map, parts, vocabulary, writers, nvfp4)
     ]
-    made_from += sorted(vocabulary.EMBEDDED.iterdir())
+    made_from += [vocabulary.EMBEDDED / "chat_template.jinja", vocabulary.EMBEDDED / "corpus.txt"]
     digest = hashlib.sha256()
     for path in made_from:
         digest.update(path.read_bytes())

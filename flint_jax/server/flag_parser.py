@@ -45,7 +45,7 @@ def make_parser() -> argparse.ArgumentParser:
         prog="serve.py",
         usage="serve.py [MODEL] [flags]",
         description="Serve a Flint checkpoint over an OpenAI-compatible HTTP API.",
-        epilog="Without MODEL a tiny embedded model is served; its answers are nonsense, all else works. "
+        epilog="Without MODEL a small embedded model is served: small talk, sums, look-ups, tool calls (docs/tiny.md). "
         "Taken from copied vllm commands without effect: " + ", ".join(sorted(IGNORED)) + ". Other flags of vllm are "
         "refused with a reason, unless they ask for what is so anyway.",
         formatter_class=_Help,

@@ -55,12 +55,10 @@ def check_path(model: ModelSettings) -> None:
 
     Raises StartError or FlintError.
     """
-    if model.model is None:
-        return
-    path = Path(model.model).expanduser()
-    if path.exists():
-        from loaders import open_checkpoint
+    from loaders import embedded_checkpoint, open_checkpoint
 
+    path = embedded_checkpoint() if model.model is None else Path(model.model).expanduser()
+    if path.exists():
         open_checkpoint(path, config=model.config, tokenizer=model.tokenizer)
     elif path.is_absolute() or model.model.count("/") != 1 or model.model.startswith((".", "~")):
         raise StartError(f"{model.model}: no such file or folder, and not a hub id of the form owner/name")
@@ -72,14 +70,13 @@ def load(settings: ModelSettings, progress: Callable[[str], None]) -> ServedMode
     from flint_jax import compilations, compile_cache, memory, sampling
     from flint_jax import lm as loading
     from flint_jax.chat import ChatTemplate
-    from loaders.synthetic import embedded_checkpoint
 
     counted = compilations.watch()
     compile_cache.enable()
     memory.bound_transfer_buffers()
     progress("loading weights")
     lm = loading.load(
-        settings.model or embedded_checkpoint(),
+        settings.model,
         dtype="bfloat16" if settings.dtype == "auto" else settings.dtype,
         numerics=settings.numerics,
         kernels=settings.kernels,
@@ -168,7 +165,7 @@ def _silent(params: Any) -> Any:
 def banner(served: ServedModel, model: ModelSettings, server: ServerSettings, url: str) -> str:
     """What the user reads when the server is ready."""
     engine = served.engine
-    source = model.model or "the tiny embedded checkpoint, whose answers are nonsense"
+    source = model.model or _embedded()
     dtype = "bfloat16" if model.dtype == "auto" else model.dtype
     lines = [
         f"Ready: {served.names[0]}, {engine.config.num_parameters:,} parameters in {dtype}, from {source}",
@@ -187,6 +184,14 @@ def banner(served: ServedModel, model: ModelSettings, server: ServerSettings, ur
             f"Try:  curl {url}/v1/chat/completions{key} -d '{body}'",
         ]
     )
+
+
+def _embedded() -> str:
+    from loaders.embedded import shipped
+
+    if not shipped():
+        return "a tiny random checkpoint, whose answers are nonsense"
+    return "the small embedded model: it does small talk, sums, look-ups and tool calls, see docs/tiny.md"
 
 
 def _sampling_defaults(served: ServedModel) -> dict[str, Any]:

@@ -412,24 +412,24 @@ def test_tools_are_shown_as_they_are(chat):
     assert text.startswith("<|system|>\n")
 
 
-# -- the embedded model and the command ------------------------------------------------------------------------------
+# -- the random model of the cache and the command -------------------------------------------------------------------
 
 
-def test_embedded_checkpoint_is_made_once_by_many(tmp_path, monkeypatch):
+def test_random_checkpoint_is_made_once_by_many(tmp_path, monkeypatch):
     monkeypatch.setenv("FLINT_JAX_CACHE", str(tmp_path))
     with ThreadPoolExecutor(3) as pool:
-        paths = list(pool.map(lambda _: synthetic.embedded_checkpoint(), range(3)))
+        paths = list(pool.map(lambda _: synthetic.random_checkpoint(), range(3)))
     assert len(set(paths)) == 1
     path = paths[0]
     assert [p.name for p in tmp_path.iterdir()] == [path.parent.name]
     before = path.stat().st_mtime_ns
-    assert synthetic.embedded_checkpoint() == path
+    assert synthetic.random_checkpoint() == path
     assert path.stat().st_mtime_ns == before
     with monkeypatch.context() as patch:
         patch.setattr(synthetic, "write_gguf", None)
-        assert synthetic.embedded_checkpoint() == path
+        assert synthetic.random_checkpoint() == path
     assert loaders.open_checkpoint(path).weight_format == "nvfp4"
-    assert loaders.open_checkpoint(synthetic.embedded_checkpoint("safetensors")).weight_format == "bf16"
+    assert loaders.open_checkpoint(synthetic.random_checkpoint("safetensors")).weight_format == "bf16"
 
 
 def test_cache_folder_falls_back(tmp_path, monkeypatch):

@@ -11,7 +11,7 @@ import flint_jax
 from flint_jax import sampling
 from flint_jax.server.forced import Forced, Structured
 from flint_jax.server.launch import _constrain
-from loaders.synthetic import embedded_checkpoint
+from loaders.synthetic import random_checkpoint
 
 
 def ms_per_token(engine, constraint, tokens: int) -> float:
@@ -32,11 +32,11 @@ def ms_per_token(engine, constraint, tokens: int) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", default=None, help="checkpoint (default: the embedded model)")
+    parser.add_argument("--model", default=None, help="checkpoint (default: a tiny random model)")
     parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=7)
     args = parser.parse_args()
-    lm = flint_jax.load(args.model or str(embedded_checkpoint()), progress=False)
+    lm = flint_jax.load(args.model or str(random_checkpoint()), progress=False)
     engine = lm.make_engine(max_num_seqs=1, max_model_len=2048)
     held = _constrain(lm)(Forced(structured=Structured("regex", f"[a-z ]{{{8 * args.tokens}}}", "structured_outputs")))
     rounds = [
