@@ -58,6 +58,28 @@ def site_names(config: FlintConfig) -> dict[str, str]:
     return names
 
 
+def site_axes(config: FlintConfig, name: str, rows: int, tokens: int) -> dict[str, int]:
+    """Axis -> size of a site for B = ``rows`` and T = ``tokens``, by the letters of ``site_names``; {} of a window."""
+    what = site_names(config)[name]
+    if not what.startswith("["):
+        return {}
+    shared = ".shared." in name
+    sizes = {
+        "B": rows,
+        "T": tokens,
+        "T+1": tokens + 1,
+        "D": config.hidden_size,
+        "N": config.num_attention_heads,
+        "K": config.num_key_value_heads,
+        "H": config.head_dim,
+        "F": config.shared_expert_intermediate_size if shared else config.intermediate_size,
+        "E": config.num_experts,
+        "A": config.num_experts_per_tok,
+        "V": config.vocab_size,
+    }
+    return {axis: sizes[axis] for axis in what[1 : what.index("]")].split(",")}
+
+
 def match(config: FlintConfig, patterns: Iterable[str]) -> list[str]:
     """The sites that some patterns name, in forward order. ``*`` stands for one part between dots, ``**`` for several.
 
@@ -66,6 +88,8 @@ def match(config: FlintConfig, patterns: Iterable[str]) -> list[str]:
     names = site_names(config)
     chosen: set[str] = set()
     for pattern in patterns:
+        if not isinstance(pattern, str):
+            raise RequestError(f"{pattern!r:.60} is no name of a site; need strings such as 'blocks.*.post'")
         found = {name for name in names if _fits(name.split("."), pattern.split("."))}
         if not found:
             near = difflib.get_close_matches(pattern, names, 3, 0.3)

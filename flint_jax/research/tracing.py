@@ -126,8 +126,11 @@ def forward(
 
 
 def as_model(lm) -> Flint:
-    """The Flint module of a LanguageModel, or the module itself."""
-    return lm if isinstance(lm, Flint) else lm.model
+    """The Flint module of a LanguageModel, or the module itself. Raises RequestError for anything else."""
+    model = lm if isinstance(lm, Flint) else getattr(lm, "model", None)
+    if not isinstance(model, Flint):
+        raise RequestError(f"need a LanguageModel (of flint_jax.load) or a Flint, got {type(lm).__name__}", param="lm")
+    return model
 
 
 def as_rows(model: Flint, tokens, lengths=None) -> tuple[jax.Array, jax.Array]:

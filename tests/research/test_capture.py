@@ -161,6 +161,10 @@ def test_patterns():
         run.stack("norm")
     with pytest.raises(KeyError):
         run["norm"]
+    mixed = research.capture(small.model(), small.TOKENS[0], ["blocks.0.pre", "blocks.0.attn.q"], logits=False)
+    with pytest.raises(RequestError, match=r"blocks.0.pre \[1, 12, 64\], blocks.0.attn.q \[1, 12, 4, 16\]. Name fewer"):
+        mixed.stack("blocks.0.**")
+    assert mixed.stack("blocks.0.pre").shape == (1, 1, 12, 64)
     assert list(research.capture(small.model(), small.TOKENS[0], "embed", logits=False)) == ["embed"]
 
 

@@ -9,7 +9,11 @@ import pytest
 
 from flint_jax import RequestError, research
 from flint_jax.model import Flint
+from flint_jax.random_weights import random_weights
 from flint_jax.research.capture import _run
+from flint_jax.research.names import site_axes
+from flint_jax.research.patches import check_fit
+from loaders.synthetic import spread
 from tests.research import small
 
 
@@ -147,3 +151,111 @@ def test_what_cannot_work_is_refused():
         research.window(0)
     with pytest.raises(RequestError, match="name at least one expert"):
         research.ban([])
+
+
+# -- beyond the site ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "at", "text"),
+    [
+        ("blocks.0.post", np.s_[:, 12], r"blocks.0.post is \[B=2, T=12, D=64\]; axis 1 has 12 entries, got 12; need 0"),
+        ("blocks.0.post", np.s_[:, -13], "got -13; need 0 to 11, or -1 to -12"),
+        ("blocks.0.post", 2, "axis 0 has 2 entries, got 2"),
+        ("blocks.0.post", np.s_[..., 64], "axis 2 has 64 entries, got 64"),
+        ("blocks.0.post", np.s_[None, :, [3, 99, 4]], "axis 1 has 12 entries, got 99"),
+        ("blocks.0.post", np.s_[:, jnp.asarray([3, 20])], "got 20"),
+        ("blocks.*.attn.heads", np.s_[:, :, 4], r"blocks.0.attn.heads is .* N=4, H=16\]; axis 2 has 4 entries, got 4"),
+        ("blocks.1.attn.k", np.s_[:, :, 2], "axis 2 has 2 entries, got 2"),
+        ("blocks.1.attn.probs.3", np.s_[..., 13], r"T\+1=13\]; axis 2 has 13 entries, got 13"),
+        ("blocks.1.attn.sinks", 4, r"is \[N=4\]; axis 0 has 4 entries"),
+        ("blocks.1.mlp.router.choice", np.s_[..., 8], "axis 2 has 8 entries, got 8"),
+        ("blocks.1.mlp.experts", np.s_[:, :, 2], "A=2, D=64"),
+        ("logits", np.s_[0, 0, 96], "axis 2 has 96 entries, got 96"),
+        ("blocks.0.post", np.s_[:, 12:], "axis 1 has 12 entries, and at = 12: selects none of them"),
+        ("blocks.0.post", np.s_[:, 30:20:2], "at = 30:20:2 selects none"),
+        ("blocks.0.post", np.s_[0, 0, 0, 0], "at names 4 axes, need at most 3"),
+        ("blocks.0.post", np.s_[np.ones((2, 11), bool)], r"a mask at axis 0 is \[2, 11\], need \[2, 12\]"),
+        ("blocks.0.post", np.s_[[0, 1], [1, 2, 3]], "the value or at does not fit"),
+    ],
+)
+def test_an_index_beyond_the_site_is_refused(name, at, text):
+    """JAX would leave out what is beyond, and the patch would do nothing."""
+    for change in (research.add(1.0, at), research.scale(2.0, at), research.ablate(at), research.replace(1.0, at)):
+        with pytest.raises(RequestError, match=text):
+            run({name: change})
+
+
+def test_axes_of_sites_are_the_real_ones():
+    names = [name for name in research.site_names(small.CONFIG) if not name.endswith(".window")]
+    odd = dataclasses.replace(small.CONFIG, shared_expert_intermediate_size=32, intermediate_size=80)
+    model = Flint(odd, random_weights(odd, small.model().numerics, weight_format="bf16", spread=spread),
+                  small.model().numerics)  # fmt: skip
+    found = jax.eval_shape(lambda: dict(research.capture(model, small.TOKENS[:, :7], names)))
+    assert {name: tuple(site_axes(odd, name, 2, 7).values()) for name in names} == {
+        n: a.shape for n, a in found.items()
+    }
+    assert site_axes(odd, "blocks.0.attn.window", 2, 7) == {}
+
+
+def test_the_last_index_masks_and_slices():
+    stream = np.random.default_rng(0).normal(size=(2, 12, 64)).astype(np.float32)
+    mask = stream[:, :, 0] < 0
+    for at in (np.s_[:, 11], np.s_[-2, :, 63], mask, np.s_[:, mask[0]], np.s_[:, 10:99], np.s_[1, mask[1], 5],
+               jnp.asarray(mask), np.zeros((2, 12), bool)):  # fmt: skip
+        patch = research.add(2.0, at)
+        check_fit(patch, "blocks.0.post", site_axes(small.CONFIG, "blocks.0.post", 2, 12))
+        want = stream.copy()
+        want[np.asarray(at) if isinstance(at, jax.Array) else at] += 2.0
+        np.testing.assert_array_equal(patch(jnp.asarray(stream)), want)
+    base = run(patterns=["embed"], logits=False)["embed"]
+    got = run({"embed": research.ablate(mask)}, ["embed"], logits=False)["embed"]
+    np.testing.assert_array_equal(got, np.where(mask[..., None], 0, base))
+    with pytest.raises(RequestError, match="mask in at must be known outside jit"):
+        jax.jit(lambda m: research.add(2.0, m)(stream))(mask)
+
+
+def test_positions_may_be_traced():
+    """Then nothing is known about them, and those that are there work."""
+
+    def patched(place):
+        return run({"embed": research.ablate(np.s_[:, place])}, ["embed"], logits=False)["embed"]
+
+    np.testing.assert_array_equal(jax.jit(patched)(jnp.int32(5)), patched(5))
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: research.add(1.0, 2**32), "need whole numbers"),  # as int32 it would be 0
+        (lambda: research.add(1.0, np.s_[:, -(2**31) - 1]), "need whole numbers"),
+        (lambda: research.add(1.0, True), "need whole numbers"),
+        (lambda: research.add(1.0, "x"), "need whole numbers"),
+        (lambda: research.add(1.0, [[1], [2, 3]]), "need whole numbers"),
+        (lambda: research.add(1.0, np.s_[..., ...]), "only one ..."),
+        (lambda: research.add(1.0, np.s_[1:2.5]), "whole numbers in slices"),
+        (lambda: research.add(1.0, np.s_[::0]), "a step that is not 0"),
+        (lambda: research.add("a"), "need real numbers"),
+        (lambda: research.replace(None), "need real numbers"),
+        (lambda: research.scale(1j), "need real numbers"),
+        (lambda: research.force([1.5]), r"force\(\[1.5\]\): need a list of whole numbers"),
+        (lambda: research.ban(3), "need a list of whole numbers"),
+        (lambda: research.force([2**32 + 1]), "need a list of whole numbers"),
+        (lambda: research.window(2.5), "window = 2.5: need at least 1 key"),
+        (lambda: research.window(True), "window = True: need"),
+        (lambda: research.apply(3), "need a function"),
+        (lambda: run({"embed": research.apply(lambda x: 3)}), r"into int; need the same shape"),
+        (lambda: run({"embed": research.add(np.ones(5))}), "the value or at does not fit"),
+        (lambda: run({"blocks.1.mlp.router.choice": research.ban([-1, 2])}), "expert -1; need 0 to 7"),
+        (lambda: run({"blocks.1.mlp.router.ids": research.replace(8)}), "whole numbers from 0 to 7"),
+        (lambda: run({"blocks.1.mlp.router.ids": research.replace(1.5)}), "whole numbers from 0 to 7"),
+        (lambda: run({"blocks.1.mlp.router.ids": research.add(1)}), "replace them by"),
+        (lambda: run([1]), "patch = .1.: need a dict"),
+        (lambda: run(patterns=5), "patterns = 5: need a name"),
+        (lambda: run(patterns=[5]), "5 is no name of a site"),
+        (lambda: research.capture("model", small.TOKENS), "need a LanguageModel .* got str"),
+    ],
+)  # fmt: skip
+def test_odd_arguments(make, text):
+    with pytest.raises(RequestError, match=text):
+        make()
