@@ -1,6 +1,7 @@
 import pytest
 
-from tests.server.harness import Server, running
+from tests.server.fake_engine import FakeEngine
+from tests.server.harness import SHOW, Server, running
 
 
 @pytest.fixture(scope="session")
@@ -15,3 +16,17 @@ def server(_shared_server) -> Server:
     _shared_server.reset()
     yield _shared_server
     _shared_server.reset()
+
+
+@pytest.fixture(scope="session")
+def _show():
+    with running(template=SHOW, engine=FakeEngine(max_model_len=4096)) as server:
+        yield server
+
+
+@pytest.fixture
+def show(_show) -> Server:
+    """The same with a template that prints the conversation; see ``harness.prompt_of``."""
+    _show.reset()
+    yield _show
+    _show.reset()

@@ -30,6 +30,16 @@ PLAIN_TEMPLATE = (
     "{% if add_generation_prompt %}<|assistant|>\n{% if enable_thinking %}<think>{% endif %}{% endif %}"
 )
 
+# Prints a conversation, so that a test can see what the model would.
+SHOW = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}"
+    "{% if m.reasoning_content %}(thought {{ m.reasoning_content }}){% endif %}"
+    "{% for c in m.tool_calls or [] %}(call {{ c.function.name }} {{ c.function.arguments | tojson }}){% endfor %}"
+    "{% if m.role == 'assistant' %};{% endif %}"
+    "{% endfor %}{% for t in tools or [] %}{tool {{ t.function | tojson }}}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
 
 @functools.cache
 def tokenizer():
@@ -143,6 +153,11 @@ def wait_until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
     while not condition():
         assert time.monotonic() < end, "waited in vain"
         time.sleep(0.002)
+
+
+def prompt_of(server: Server) -> str:
+    """What the last request became."""
+    return tokenizer().decode(server.engine.submitted[-1].prompt)
 
 
 def sse_events(text: str) -> list[dict]:

@@ -7,7 +7,7 @@ import threading
 import anthropic
 import pytest
 
-from tests.server.harness import call, running, sse_events, tokenizer, wait_until
+from tests.server.harness import call, prompt_of, running, sse_events, wait_until
 
 HI = [{"role": "user", "content": "hi"}]
 WEATHER = {
@@ -16,15 +16,6 @@ WEATHER = {
     "input_schema": {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}},
     "cache_control": {"type": "ephemeral"},
 }
-# Prints a conversation so that a test can see what the model would.
-SHOW = (
-    "{% for m in messages %}[{{ m.role }}]{{ m.content }}"
-    "{% if m.reasoning_content %}(thought {{ m.reasoning_content }}){% endif %}"
-    "{% for c in m.tool_calls or [] %}(call {{ c.function.name }} {{ c.function.arguments | tojson }}){% endfor %}"
-    "{% if m.role == 'assistant' %};{% endif %}"
-    "{% endfor %}{% for t in tools or [] %}{tool {{ t.function | tojson }}}{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
 
 
 def ask(server, **fields):
@@ -40,22 +31,6 @@ def events(server, **fields):
     assert response.status_code == 200, response.text
     assert response.headers["content-type"].startswith("text/event-stream")
     return [e for e in sse_events(response.text) if e["type"] != "ping"]
-
-
-def prompt_of(server):
-    return tokenizer().decode(server.engine.submitted[-1].prompt)
-
-
-@pytest.fixture(scope="module")
-def _show():
-    with running(template=SHOW) as server:
-        yield server
-
-
-@pytest.fixture
-def show(_show):
-    _show.reset()
-    return _show
 
 
 # -- replies -----------------------------------------------------------------------------------------------------------
