@@ -21,7 +21,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from flint_jax.errors import RequestError, TokenizerError
 
-_RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
+# names that a request brings itself, so that no ``chat_template_kwargs`` may set them
+RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
 _THINK_TAGS = ("<think>", "</think>")
 
 
@@ -274,7 +275,7 @@ def prepare_chat(
     Raises RequestError for messages that are malformed or that the template refuses.
     """
     kwargs = dict(chat_template_kwargs or {})
-    taken = sorted(k for k in kwargs if not isinstance(k, str) or k in _RESERVED)
+    taken = sorted(k for k in kwargs if not isinstance(k, str) or k in RESERVED)
     if taken:
         raise RequestError(
             f"chat_template_kwargs may not set {', '.join(map(str, taken))}: give that as a field of the request",

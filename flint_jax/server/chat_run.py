@@ -22,7 +22,7 @@ from flint_jax.server.body import Fields, log_unknown, read_object
 from flint_jax.server.chat_prompt import Conversation, Prompt, render
 from flint_jax.server.choices import Choice, Piece
 from flint_jax.server.errors import ApiError
-from flint_jax.server.forced import NAMED, Forced, Structured, constraint
+from flint_jax.server.forced import NAMED, Forced, Structured, check_end_of_thought, constraint
 from flint_jax.server.jobs import Job
 from flint_jax.server.replies import JsonReply
 from flint_jax.server.running import COMPILES, finished, off_loop, pieces
@@ -171,4 +171,5 @@ async def _prepare(ask: Ask, state: ServerState, kind: type[Writer]) -> Run:
         budget=ask.budget,
     )
     held = await off_loop(COMPILES if forced.must or forced.tools else 0, constraint, served, forced)
+    check_end_of_thought(held, ask.sampling.params)
     return Run(served, ask, prompt, held, f"{kind.PREFIX}{uuid.uuid4().hex}", kind.CALL_PREFIX)

@@ -5,7 +5,17 @@ from __future__ import annotations
 import argparse
 from typing import Any, NoReturn
 
-from flint_jax.server.flag_types import fraction, json_object, length, prefix, seconds, strings, whole
+from flint_jax.server.flag_types import (
+    GENERATION,
+    fraction,
+    generation,
+    length,
+    prefix,
+    seconds,
+    strings,
+    template_kwargs,
+    whole,
+)
 from flint_jax.server.vllm_flags import IGNORED
 
 API_KEY_VARIABLE = "FLINT_API_KEY"
@@ -120,7 +130,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     g.add_argument(
         "--default-chat-template-kwargs",
-        type=json_object,
+        type=template_kwargs,
         default={},
         metavar="JSON",
         help="arguments of the chat template, e.g. '{\"enable_thinking\": false}'",
@@ -139,10 +149,11 @@ def make_parser() -> argparse.ArgumentParser:
     )
     g.add_argument(
         "--override-generation-config",
-        type=json_object,
+        type=generation,
         default={},
         metavar="JSON",
-        help="sampling defaults that win over those of --generation-config, e.g. '{\"temperature\": 0.7}'",
+        help="sampling defaults that win over those of --generation-config, e.g. '{\"temperature\": 0.7}'; known: "
+        + ", ".join(GENERATION),
     )
     g.add_argument("--max-logprobs", type=whole(0, 20), default=20, metavar="N", help="most alternatives per token")
     g.add_argument("--strict-model", action="store_true", help="404 for a model name that is not served")

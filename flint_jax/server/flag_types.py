@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import json
 import re
+
+from flint_jax.chat import RESERVED
+
+# The sampling defaults that a checkpoint or the command line can set (flint_jax.sampling.MODEL_DEFAULTS)
+GENERATION = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 def whole(low: int, high: int):
@@ -57,10 +63,34 @@ def json_object(text: str) -> dict:
     """A JSON object."""
     try:
         value = json.loads(text)
-    except ValueError:
-        value = None
+    except (ValueError, RecursionError) as e:
+        raise argparse.ArgumentTypeError(
+            f"{text!r:.200} is not JSON ({e}); need an object in quotes for the shell, such as '{{\"key\": 1}}'"
+        ) from None
     if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"{text!r}: need a JSON object")
+        raise argparse.ArgumentTypeError(f"{text!r:.200}: need a JSON object such as '{{\"key\": 1}}'")
+    return value
+
+
+def template_kwargs(text: str) -> dict:
+    """A JSON object of arguments for a chat template, none of which every request brings itself."""
+    value = json_object(text)
+    taken = [key for key in RESERVED if key in value]
+    if taken:
+        raise argparse.ArgumentTypeError(f"{', '.join(taken)}: every request brings that itself; leave it out")
+    return value
+
+
+def generation(text: str) -> dict:
+    """A JSON object of sampling defaults: keys of GENERATION, numbers (null for the checkpoint's own)."""
+    value = json_object(text)
+    for key, given in value.items():
+        if key not in GENERATION:
+            near = difflib.get_close_matches(key.lower(), GENERATION, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise argparse.ArgumentTypeError(f"unknown key {key!r:.64}{hint} (known: {', '.join(GENERATION)})")
+        if isinstance(given, bool) or not isinstance(given, int | float | None):
+            raise argparse.ArgumentTypeError(f"{key} is {json.dumps(given):.64}; need a number")
     return value
 
 

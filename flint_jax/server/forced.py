@@ -137,6 +137,23 @@ def constraint(served: ServedModel, forced: Forced) -> Any:
     return Budget(forced.budget, tags, forced.start, held) if END_THINK in tags.values() else held
 
 
+def check_end_of_thought(held: Any, params: Any) -> None:
+    """Raise ApiError when a budget may have to draw what the request forbids: ``</think>`` as a stop id, before
+    ``min_tokens``. Nothing could be drawn then.
+
+    held: what ``constraint`` made. params: SamplingParams.
+    """
+    if not isinstance(held, Budget) or held.ends or held.end_id not in params.stop_token_ids:
+        return
+    if params.min_tokens > held.limit:
+        raise bad_request(
+            f"stop_token_ids has {held.end_id}, the token of </think>, and min_tokens {params.min_tokens} forbids it "
+            f"for longer than the thinking budget of {held.limit} tokens, after which nothing else may come; "
+            f"need min_tokens of at most {held.limit}, or {held.end_id} left out of stop_token_ids",
+            "stop_token_ids",
+        )
+
+
 def _grammar(served: ServedModel, forced: Forced) -> Any:
     if served.constrain is not None:
         return served.constrain(forced)

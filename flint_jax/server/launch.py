@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from flint_jax.errors import FlintError
+from flint_jax.errors import ConfigError, FlintError
 from flint_jax.server.flags import ModelSettings, main_parse
 from flint_jax.server.run import StartError, address, bind, one_line, serve
 from flint_jax.server.settings import ServerSettings
@@ -73,6 +73,10 @@ def load(settings: ModelSettings, progress: Callable[[str], None]) -> ServedMode
 
     counted = compilations.watch()
     compile_cache.enable()
+    try:  # before minutes of loading
+        sampling.resolve(_silent(sampling.SamplingParams), settings.override_generation)
+    except ConfigError as e:
+        raise StartError(f"--override-generation-config: {e.__cause__}") from None
     memory.bound_transfer_buffers()
     progress("loading weights")
     lm = loading.load(

@@ -1,12 +1,17 @@
 """The command line: names and values of vllm serve, and clear refusals."""
 
+import json
 import re
 from pathlib import Path
 
 import pytest
 
+from flint_jax.sampling import MODEL_DEFAULTS
 from flint_jax.server.flag_parser import make_parser
+from flint_jax.server.flag_types import GENERATION
 from flint_jax.server.flags import FlagError, parse
+from flint_jax.server.launch import load
+from flint_jax.server.run import StartError
 from flint_jax.server.vllm_flags import FAMILIES, HARMLESS, IGNORED, REFUSED
 
 
@@ -119,7 +124,16 @@ def test_ignored_flags_all_warn():
         (["--chat-template", "/no/such.jinja"], "No such file"),
         (["--sse-keep-alive-interval", "-1"], "seconds"),
         (["--metrics-prefix", "a:b"], "underscores"),
+        (["--default-chat-template-kwargs", "{enable_thinking: false}"], "is not JSON (Expecting property name"),
+        (["--default-chat-template-kwargs", "{enable_thinking: false}"], "in quotes for the shell"),
+        (["--default-chat-template-kwargs", '{"tools": []}'], "tools: every request brings that itself"),
         (["--override-generation-config", "[]"], "JSON object"),
+        (["--override-generation-config", "0.7"], "JSON object"),
+        (["--override-generation-config", '{"temprature": 1}'], "'temprature'; did you mean temperature? (known: "),
+        (["--override-generation-config", '{"Top-K": 1}'], "did you mean top_k? (known: temperature, top_p, top_k, "),
+        (["--override-generation-config", '{"zzz": 1}'], "unknown key 'zzz' (known: "),
+        (["--override-generation-config", '{"top_k": "20"}'], 'top_k is "20"; need a number'),
+        (["--override-generation-config", '{"top_p": true}'], "top_p is true; need a number"),
         (["--nonsense"], "unknown flag --nonsense"),
         (["m", "extra"], "unexpected argument 'extra'"),
         (["--api-key", "k", "."], "put MODEL before it"),
@@ -178,6 +192,15 @@ def test_the_commands_of_the_readme_are_understood():
 def test_sampling_defaults_from_the_command_line():
     argv = ["--override-generation-config", '{"temperature": 0.5}']
     assert parse(argv)[0].override_generation == {"temperature": 0.5}
+    all_of_them = json.dumps(dict.fromkeys(MODEL_DEFAULTS, 1) | {"min_p": None})
+    assert parse(["--override-generation-config", all_of_them])[0].override_generation.keys() == MODEL_DEFAULTS.keys()
+    assert tuple(MODEL_DEFAULTS) == GENERATION
+
+
+def test_a_sampling_default_out_of_range_is_said_before_anything_is_loaded():
+    model = parse(["--override-generation-config", '{"top_p": 3}', "/no/such"])[0]
+    with pytest.raises(StartError, match=r"--override-generation-config: top_p must be .*got 3"):
+        load(model, lambda words: None)
 
 
 def test_origins_and_template(tmp_path):

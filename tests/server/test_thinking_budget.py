@@ -6,7 +6,7 @@ import pytest
 
 from flint_jax.budget import Budget
 from flint_jax.grammar import State
-from tests.server.harness import running
+from tests.server.harness import running, tokenizer
 
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
 HI = [{"role": "user", "content": "hi"}]
@@ -78,12 +78,30 @@ def test_bad_budgets_in_objects_are_refused_by_name(server, route, fields, name)
     assert name in response.text
 
 
+@EACH
+def test_a_stop_id_that_the_budget_draws_is_not_forbidden_for_longer(server, route):
+    """After the budget only </think> may come; where min_tokens forbade it nothing could be drawn, which was a 500."""
+    end = tokenizer().added_tokens["</think>"]
+    fields = {"stop_token_ids": [end], "thinking_token_budget": 5}
+    assert held(server, route, **fields, min_tokens=5).limit == 5
+    assert held(server, route, stop_token_ids=[end], min_tokens=6) is None
+    assert held(server, route, stop_token_ids=[end + 1], thinking_token_budget=5, min_tokens=6).limit == 5
+    asked = len(server.engine.submitted)
+    response = server.post(route, BODIES[route] | {"model": "x"} | fields | {"min_tokens": 6})
+    assert response.status_code == 400
+    for words in (f"stop_token_ids has {end}, the token of </think>", "min_tokens 6", "budget of 5", "at most 5"):
+        assert words in response.text
+    assert len(server.engine.submitted) == asked
+
+
 def test_a_grammar_lies_inside_and_a_vocabulary_without_the_tag_has_no_budget():
     with running() as server:
         grammar = type("Grammar", (), {"ends": True, "begin": lambda self: self})()
         server.state.served = dataclasses.replace(server.served, constrain=lambda forced: grammar)
         made = held(server, CHAT, thinking_token_budget=7)
         assert (made.limit, made.inner, made.ends) == (7, grammar, True)
+        end = tokenizer().added_tokens["</think>"]  # a grammar decides where the output ends, so min_tokens is nothing
+        assert held(server, CHAT, thinking_token_budget=1, stop_token_ids=[end], min_tokens=6).limit == 1
         tiny = dataclasses.replace(server.served, vocab_size=server.served.tokenizer.added_tokens["</think>"])
         server.state.served = tiny
         assert held(server, CHAT, thinking_token_budget=7) is None
