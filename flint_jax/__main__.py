@@ -127,7 +127,7 @@ def _load(args: argparse.Namespace):
     from flint_jax.lm import load
 
     compile_cache.enable()
-    memory.bound_transfer_buffers()
+    memory.prepare_process()
     return load(
         _path(args),
         dtype=args.dtype,
@@ -247,7 +247,7 @@ def _bench(args: argparse.Namespace) -> int:
         return run.main(args.rest[1:])
     from flint_jax import bench, memory
 
-    memory.bound_transfer_buffers()
+    memory.prepare_process()
     return bench.main(args.rest)
 
 

@@ -77,7 +77,7 @@ def load(settings: ModelSettings, progress: Callable[[str], None]) -> ServedMode
         sampling.resolve(_silent(sampling.SamplingParams), settings.override_generation)
     except ConfigError as e:
         raise StartError(f"--override-generation-config: {e.__cause__}") from None
-    memory.bound_transfer_buffers()
+    memory.prepare_process()
     progress("loading weights")
     lm = loading.load(
         settings.model,

@@ -40,15 +40,36 @@ def test_a_folder_that_cannot_be_made_is_said(tmp_path, monkeypatch, caplog):
     assert "no compilation cache" in caplog.text
 
 
-def test_pinned_memory_is_bounded_unless_the_user_says(monkeypatch):
+def test_memory_is_bounded_unless_the_user_says(monkeypatch):
     import os
 
-    from flint_jax.memory import bound_transfer_buffers
+    from flint_jax.memory import prepare_process
 
-    name = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
-    monkeypatch.delenv(name, raising=False)
-    bound_transfer_buffers()
-    assert os.environ[name] == "2"
-    monkeypatch.setenv(name, "16")
-    bound_transfer_buffers()
-    assert os.environ[name] == "16"
+    pinned, share, older = (
+        "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION",
+    )  # fmt: skip
+    for name in (pinned, share, older):
+        monkeypatch.setenv(name, "")  # so that what is set here is undone
+        monkeypatch.delenv(name)
+    prepare_process()
+    assert (os.environ[pinned], os.environ[share]) == ("2", "0.92")
+    monkeypatch.setenv(pinned, "16")
+    monkeypatch.setenv(share, "0.5")
+    prepare_process()
+    assert (os.environ[pinned], os.environ[share]) == ("16", "0.5")
+    monkeypatch.delenv(share)
+    monkeypatch.setenv(older, "0.6")
+    prepare_process()
+    assert share not in os.environ  # XLA refuses both names at once
+
+
+def test_utilization_is_a_share_of_the_whole_gpu(monkeypatch):
+    from types import SimpleNamespace
+
+    from flint_jax import memory
+
+    device = SimpleNamespace(memory_stats=lambda: {"bytes_limit": 92_000, "bytes_in_use": 10_000})
+    monkeypatch.setattr(memory.jax, "devices", lambda: [device])
+    monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "0.92")
+    assert memory._free_bytes(0.46, on_host=False) == 36_000
+    assert memory._free_bytes(0.99, on_host=False) == 82_000

@@ -400,13 +400,16 @@ def test_on_the_gpu_a_block_in_one_launch():
     case = cases.block_case(1)
     *inputs, exchange = jax.jit(case.make)(jax.random.key(0))
 
-    def body(exchange, _):
-        result, exchange = case.run(1, *inputs, exchange)
-        return exchange, result.out
+    @jax.jit
+    def run(exchange, inputs):  # the weights are arguments: 4 GB of them captured as constants stall the compiler
+        def body(exchange, _):
+            result, exchange = case.run(1, *inputs, exchange)
+            return exchange, result.out
+
+        return jax.lax.scan(body, exchange, None, length=2000)
 
     with dispatch.force("kernels"):
-        run = jax.jit(lambda exchange: jax.lax.scan(body, exchange, None, length=2000))
-        exchange, outs = run(jnp.full_like(exchange, -1000))
+        exchange, outs = run(jnp.full_like(exchange, -1000), inputs)
     assert int(exchange[0]) == 1000
     outs = np.asarray(outs)
     np.testing.assert_array_equal(outs, np.broadcast_to(outs[:1], outs.shape))
