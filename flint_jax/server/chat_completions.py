@@ -94,7 +94,8 @@ class ChatWriter(Writer):
         fields.unsupported("prediction")
         fields.unsupported("web_search_options")
         fields.unsupported("echo")
-        show = fields.boolean("include_reasoning", True)
+        reasoning = Fields(fields.object("reasoning") or {}, prefix="reasoning.")
+        show = fields.boolean("include_reasoning", True) and not reasoning.boolean("exclude")
         ask = Ask(
             name=name,
             conversation=read_conversation(fields),

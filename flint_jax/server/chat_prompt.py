@@ -11,6 +11,7 @@ from flint_jax.grammar import State, start_state, thinking_enabled
 from flint_jax.server.body import Fields, kind_of
 from flint_jax.server.errors import bad_request
 from flint_jax.server.forced import NONE, ToolChoice
+from flint_jax.server.history import goes_on, in_call_order, read_message
 from flint_jax.server.running import off_loop
 from flint_jax.server.settings import ServerSettings
 from flint_jax.server.state import ServedModel
@@ -52,15 +53,17 @@ def read_conversation(fields: Fields) -> Conversation:
     """The conversation of a chat completion. Raises ApiError."""
     tools = read_tools(fields)
     fields.unsupported("chat_template", hint="give --chat-template when you start the server")
+    messages = _messages(fields)
+    prefix = goes_on(messages)
     return Conversation(
-        messages=_messages(fields),
+        messages=messages,
         tools=tools,
         choice=read_choice(fields, tools),
         parallel=fields.boolean("parallel_tool_calls", True),
         documents=fields.array("documents"),
         kwargs=chat_kwargs(fields),
-        add_generation_prompt=fields.boolean("add_generation_prompt", True),
-        continue_final_message=fields.boolean("continue_final_message"),
+        add_generation_prompt=fields.boolean("add_generation_prompt", not prefix),
+        continue_final_message=fields.boolean("continue_final_message", prefix),
     )
 
 
@@ -80,7 +83,7 @@ async def render(conversation: Conversation, served: ServedModel, settings: Serv
         prompt = chat.prepare_chat(
             served.tokenizer,
             served.template,
-            conversation.messages,
+            in_call_order(conversation.messages),
             tools=None if hidden else conversation.tools,
             documents=conversation.documents,
             add_generation_prompt=conversation.add_generation_prompt,
@@ -104,6 +107,7 @@ def _messages(fields: Fields) -> list[dict[str, Any]]:
     messages = fields.array("messages")
     if not messages:
         raise fields.error("messages", "is empty; need at least one message")
+    out = []
     for n, message in enumerate(messages):
         where = f"messages[{n}]"
         if not isinstance(message, dict):
@@ -111,7 +115,8 @@ def _messages(fields: Fields) -> list[dict[str, Any]]:
         role = message.get("role")
         if role not in ROLES:
             raise bad_request(f"{where}.role is {role!r:.40}; need one of {', '.join(ROLES)}", f"{where}.role")
-    return messages
+        out.append(read_message(message, where))
+    return out
 
 
 def _size(value: Any) -> int:

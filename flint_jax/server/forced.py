@@ -99,8 +99,10 @@ def read_format(fields: Fields) -> dict[str, Any] | None:
     kind = given.get("type") if given else "text"
     if kind == "text":
         return None
-    if kind == "json_object":
+    if kind == "json_object" and not isinstance(given.get("schema"), dict):
         return {"type": kind}
+    if kind == "json_object":  # llama.cpp's way to give a schema
+        return {"type": "json_schema", "json_schema": {"schema": given["schema"]}}
     if kind != "json_schema":
         raise fields.error("response_format", f"has the type {kind!r:.40}; need text, json_object or json_schema")
     inner = given.get("json_schema")

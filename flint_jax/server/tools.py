@@ -6,21 +6,31 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from flint_jax.server.body import Fields
+from flint_jax.server.body import Fields, kind_of
 from flint_jax.server.errors import bad_request
 from flint_jax.server.forced import AUTO, NAMED, NONE, REQUIRED, ToolChoice
 
 
 def read_tools(fields: Fields) -> tuple[dict[str, Any], ...]:
-    """``tools``, each ``{"type": "function", "function": {"name", "description", "parameters"}}``."""
-    tools = fields.array("tools") or []
-    for n, tool in enumerate(tools):
+    """``tools``, each ``{"type": "function", "function": {"name", "description", "parameters"}}``.
+
+    The prompt shows them as they came, but for nulls and marks for a cache, which say nothing to the model.
+    """
+    tools = []
+    for n, tool in enumerate(fields.array("tools") or []):
         where = f"tools[{n}]"
         function = tool.get("function") if isinstance(tool, dict) else None
-        if not isinstance(function, dict) or tool.get("type", "function") != "function":
-            raise bad_request(f'{where} must be {{"type": "function", "function": {{...}}}}', where)
+        kind = tool.get("type", "function") if isinstance(tool, dict) else kind_of(tool)
+        if not isinstance(function, dict) or kind != "function":
+            found = "has no function object" if kind == "function" else f"is of type {kind!r:.64}"
+            raise bad_request(f'{where} {found}; need {{"type": "function", "function": {{...}}}}', where)
         check_function(function, f"{where}.function")
+        tools.append(_told(tool) | {"function": _told(function)})
     return tuple(tools)
+
+
+def _told(value: dict[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in value.items() if v is not None and k != "cache_control"}
 
 
 def check_function(function: dict[str, Any], where: str, schema: str = "parameters") -> None:
