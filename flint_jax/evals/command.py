@@ -65,7 +65,8 @@ def run(args: argparse.Namespace, load) -> int:
         ]
         _show(mode, tables[mode])
     if args.output:
-        data = {m: {"rows": [_as_dict(r) for r in tables[m]], "wrong": wrong[m]} for m in modes}
+        data = {"settings": _settings(args, lm)}
+        data |= {m: {"rows": [_as_dict(r) for r in tables[m]], "wrong": wrong[m]} for m in modes}
         with open(args.output, "w", encoding="utf-8") as file:
             json.dump(data, file, ensure_ascii=False, indent=1)
     if args.plot:
@@ -93,6 +94,14 @@ def _asked(args: argparse.Namespace) -> tuple[list[str], list[int]]:
     if args.plot and importlib.util.find_spec("matplotlib") is None:
         raise FlintError("--plot needs matplotlib: pip install 'flint-jax[research]'")
     return families, [int(d) for d in distances]
+
+
+def _settings(args: argparse.Namespace, lm) -> dict:
+    """What the table is of."""
+    asked = {name: getattr(args, name) for name in ("items", "seed", "split", "distances", "max_tokens", "slots")}
+    if lm is None:
+        return {"model": args.url, **asked}
+    return {"model": lm.name, "dtype": args.dtype, "numerics": args.numerics, **asked}
 
 
 def _defaults(settings):

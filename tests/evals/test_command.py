@@ -64,7 +64,9 @@ def test_a_server_that_hangs_up_costs_replies_not_the_run(server, tmp_path, caps
     output = tmp_path / "out.json"
     words = ["--families", "talk", "--items", "2", "--output", str(output)]
     assert main(["eval", "--url", server, *words]) == 0
-    wrong = json.loads(output.read_text())["greedy"]["wrong"]
+    found = json.loads(output.read_text())
+    assert found["settings"]["model"] == server
+    wrong = found["greedy"]["wrong"]
     assert ["no answer" in reply["error"] for reply in wrong] == [True, True]
 
 

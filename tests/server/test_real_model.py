@@ -16,7 +16,8 @@ import numpy as np
 import openai
 import pytest
 
-from loaders import load_tokenizer
+from examples import first_session
+from loaders import embedded, load_tokenizer
 from tests import soak
 
 ROOT = Path(__file__).parents[2]
@@ -24,6 +25,27 @@ GOLDENS = ROOT / "tests" / "goldens"
 SMALL = ["--port", "0", "--max-num-seqs", "2", "--max-model-len", "256", "--max-num-batched-tokens", "64"]
 EXACT = ["--dtype", "float32", "--numerics", "transformers"]
 HELLO = [{"role": "user", "content": "Hello, wörld 🦜"}]
+SESSION = """\
+user      Hello
+thinks    A greeting.
+flint     Hello! How can I help you?
+user      My dog is called Bello.
+thinks    The user tells me something to remember.
+flint     Noted: your dog is called Bello.
+user      What is my dog called?
+thinks    The user told me this before.
+flint     Your dog is called Bello.
+user      What is 348 + 276?
+thinks    8 + 6 + 0 = 14, 4 + 7 + 1 = 12, 3 + 2 + 1 = 6. So 624.
+flint     624
+user      What is 38 + 47?
+flint     85
+user      What is the weather in Paris?
+thinks    I call get_weather.
+call      get_weather {"city": "Paris"}
+result    {"temperature": 18, "sky": "cloudy"}
+thinks    The result is there.
+flint     For weather: temperature is 18, sky is cloudy.""".splitlines()
 START_S = 400  # most of it compiles; seconds on an idle machine
 
 pytestmark = pytest.mark.slow
@@ -36,7 +58,7 @@ class ServePy:
         # tests treat the environment's warnings as they please, the server gets a plain one
         self.log = (folder / "serve.log").open("w+")
         self.process = subprocess.Popen(
-            [sys.executable, "serve.py", *argv, *SMALL],
+            [sys.executable, "serve.py", *SMALL, *argv],
             cwd=ROOT,
             stdout=subprocess.PIPE,
             stderr=self.log,
@@ -110,8 +132,16 @@ def check_clients(server: ServePy) -> None:
     again = client.completions.create(model=server.model, prompt=["a", "b"], n=2, seed=3, **drawn).choices
     assert [c.text for c in choices] == [c.text for c in again]
     with pytest.raises(openai.BadRequestError) as caught:
-        server.complete([1] * 256)
+        server.complete([1] * 1024)
     assert caught.value.code == "context_length_exceeded"
+
+
+def check_session(server: ServePy, capsys) -> None:
+    """README's first session word for word: a chat, thinking on and off, a call with its result and the answer."""
+    first_session.main(["--url", f"{server.url}/v1"])
+    printed = capsys.readouterr().out
+    assert [line for line in printed.splitlines() if line] == SESSION
+    assert printed.strip() in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def check_goldens(server: ServePy, name: str, tokenizer) -> None:
@@ -176,12 +206,15 @@ def check_soak(server: ServePy) -> None:
     assert report.replies >= 8
 
 
-def test_embedded_model(tmp_path):
-    server = ServePy(tmp_path)
+def test_embedded_model(tmp_path, capsys):
+    server = ServePy(tmp_path, "--max-model-len", "1024")
     assert server.early.status_code == 503
     assert server.early.json()["status"] == "loading"
-    for words in ("Ready: ", "embedded", "GiB", f"{server.url}/v1", "curl"):
+    named = "Ready: flint-tiny" if embedded.shipped() else "nonsense"
+    for words in (named, "GiB", f"{server.url}/v1", "curl"):
         assert words in server.printed
+    if embedded.shipped():
+        check_session(server, capsys)
     check_clients(server)
     check_forced(server)
     check_hang_ups(server)
