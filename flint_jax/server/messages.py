@@ -30,11 +30,9 @@ _IGNORED = frozenset(
     {
         "betas",
         "cache_control",
-        "container",
         "context_management",
         "inference_geo",
         "max_tokens",  # of count_tokens
-        "mcp_servers",
         "metadata",
         "service_tier",
         "speed",

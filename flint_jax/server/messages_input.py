@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from flint_jax.server.body import Fields, kind_of, log_once
@@ -16,6 +16,8 @@ from flint_jax.server.tools import check_function, named_choice, plain_choice
 # Claude Code's first system block: it changes with every request, and with it all that follows would be another prefix.
 _BILLING = "x-anthropic-billing-header:"
 _REMINDER = "<system-reminder>"
+# Tools that the client runs and whose form only Anthropic's own models know.
+_UNTOLD = re.compile(r"(bash|text_editor|memory|computer)_\d+")
 _SAYS_ERROR = re.compile(r"\W*(tool_use_)?error", re.IGNORECASE)
 
 
@@ -24,8 +26,10 @@ def read_conversation(fields: Fields) -> Conversation:
 
     Raises ApiError that names the block.
     """
-    tools = _tools(fields)
-    choice, parallel = _choice(fields, tools)
+    fields.unsupported("mcp_servers", hint="this server calls no others; connect them to the client")
+    fields.unsupported("container", hint="this server runs no code and has no skills")
+    tools, left_out = _tools(fields)
+    choice, parallel = _choice(fields, tools, left_out)
     system = _system(fields.raw("system"))
     messages = _messages(fields)
     last = messages[-1]
@@ -66,15 +70,22 @@ def read_format(fields: Fields) -> dict[str, Any] | None:
 # -- tools -----------------------------------------------------------------------------------------------------------
 
 
-def _tools(fields: Fields) -> tuple[dict[str, Any], ...]:
-    tools = []
+def _tools(fields: Fields) -> tuple[tuple[dict[str, Any], ...], frozenset[str]]:
+    """(tools, names of those that are left out)."""
+    tools, left_out = [], set()
     for n, tool in enumerate(fields.array("tools") or []):
         where = f"tools[{n}]"
         if not isinstance(tool, dict):
             raise bad_request(f"{where} is {kind_of(tool)}; need an object", where, "invalid_type")
         kind = tool.get("type")
         if kind not in (None, "custom") and "input_schema" not in tool:
+            if isinstance(kind, str) and _UNTOLD.fullmatch(kind):
+                raise bad_request(
+                    f"{where} is of the type {kind!r}, whose form only Anthropic's models know; need its input_schema",
+                    where,
+                )
             log_once(f"leaving out tools of the type {kind!r:.64}: Anthropic's servers run them, this one cannot")
+            left_out.add(str(tool.get("name")))
             continue
         check_function(tool, where, "input_schema")
         function = {"name": tool["name"], "description": tool.get("description") or ""}
@@ -82,10 +93,10 @@ def _tools(fields: Fields) -> tuple[dict[str, Any], ...]:
         if tool.get("strict"):
             function["strict"] = True
         tools.append({"type": "function", "function": function})
-    return tuple(tools)
+    return tuple(tools), frozenset(left_out)
 
 
-def _choice(fields: Fields, tools: Sequence[dict[str, Any]]) -> tuple[ToolChoice, bool]:
+def _choice(fields: Fields, tools: Sequence[dict[str, Any]], left_out: Collection[str]) -> tuple[ToolChoice, bool]:
     """(choice, whether calls may be parallel)."""
     given = fields.object("tool_choice")
     if given is None:
@@ -93,7 +104,10 @@ def _choice(fields: Fields, tools: Sequence[dict[str, Any]]) -> tuple[ToolChoice
     options = Fields(given, prefix="tool_choice.")
     kind, parallel = options.string("type"), not options.boolean("disable_parallel_tool_use")
     if kind == "tool":
-        return named_choice(fields, tools, options.string("name", "")), parallel
+        name = options.string("name", "")
+        if name in left_out:
+            raise options.error("name", f"is {name!r:.80}, a tool that Anthropic's servers run and this one cannot")
+        return named_choice(fields, tools, name), parallel
     modes = {"auto": AUTO, "any": REQUIRED, "none": NONE}
     if kind not in modes:
         raise options.error("type", f"is {kind!r:.40}; need auto, any, tool or none")
@@ -195,9 +209,7 @@ def _user(role: str, blocks: Sequence[tuple[dict[str, Any], str]], names: dict[s
 
 
 def _result(block: dict[str, Any], where: str, names: dict[str, str]) -> dict[str, Any]:
-    content = block.get("content")
-    if not isinstance(content, str):
-        content = "\n".join(_text(b, w) for b, w in _blocks(content or [], f"{where}.content"))
+    content = _joined(block.get("content"), f"{where}.content")
     failed = block.get("is_error") is True
     if failed and not _SAYS_ERROR.match(content):
         content = f"Error: {content}"
@@ -207,15 +219,29 @@ def _result(block: dict[str, Any], where: str, names: dict[str, str]) -> dict[st
 
 
 def _text(block: dict[str, Any], where: str) -> str:
-    """The text of a text block, or of a document that is text."""
-    kind = block.get("type")
+    """The text of a block: of a text, a document that is text, a search result, or the name of a tool."""
+    kind, source = block.get("type"), block.get("source")
     if kind == "text":
         return _string(block, "text", where)
-    source = block.get("source")
+    if kind == "tool_reference":  # all tools are in the prompt already, those that it loads, too
+        return _string(block, "tool_name", where)
+    if kind == "search_result":
+        return _titled(block, ("title", "source"), _joined(block.get("content"), f"{where}.content"))
     if kind == "document" and isinstance(source, dict) and source.get("type") == "text":
-        title = f"{block['title']}\n" if isinstance(block.get("title"), str) else ""
-        return title + _string(source, "data", f"{where}.source")
+        return _titled(block, ("title", "context"), _string(source, "data", f"{where}.source"))
+    if kind == "document" and isinstance(source, dict) and source.get("type") == "content":
+        return _titled(block, ("title", "context"), _joined(source.get("content"), f"{where}.source.content"))
     raise _unreadable(kind, where)
+
+
+def _titled(block: dict[str, Any], keys: Sequence[str], text: str) -> str:
+    """What a block says of itself, line by line, before its text."""
+    return "\n".join([*(block[key] for key in keys if isinstance(block.get(key), str)), text])
+
+
+def _joined(content: Any, where: str) -> str:
+    """The text of a string, of blocks, or of nothing."""
+    return content if isinstance(content, str) else "\n".join(_text(b, w) for b, w in _blocks(content or [], where))
 
 
 def _unreadable(kind: Any, where: str) -> ApiError:
