@@ -7,7 +7,7 @@ import anthropic
 import pytest
 
 from tests.server.harness import running, wait_until
-from tests.server.test_messages import DOCUMENT, HI, events
+from tests.server.test_messages import DOCUMENT, HI, WEATHER, events
 
 
 @pytest.mark.parametrize(
