@@ -25,6 +25,7 @@ from flint_jax.server.state import ServerState
 from flint_jax.server.thinking import read_budget
 
 _STATELESS = "this server keeps nothing between requests; send the whole conversation as input"
+_LOGPROBS = "what only /v1/chat/completions and /v1/completions have"
 
 
 async def responses(request: Request) -> Response:
@@ -71,8 +72,10 @@ class ResponsesWriter(Writer):
         fields.unsupported("conversation", hint=_STATELESS)
         fields.unsupported("background", hint="replies are not kept; read them as they come")
         fields.unsupported("prompt", hint="there are no stored prompts here; send instructions and input")
-        fields.unsupported("top_logprobs", allowed=(0,), hint="ask /v1/chat/completions for log-probabilities")
+        fields.unsupported("top_logprobs", allowed=(0,), hint=f"log-probabilities are {_LOGPROBS}")
         include = fields.strings("include")
+        if "message.output_text.logprobs" in include:
+            raise fields.error("include", f"asks for log-probabilities, {_LOGPROBS}", "unsupported_parameter")
         conversation, names = read_conversation(fields)
         limit = fields.integer("max_output_tokens", None, 1)
         ask = Ask(

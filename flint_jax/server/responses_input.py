@@ -21,20 +21,22 @@ _SKIPPED = frozenset(
     {
         "additional_tools",
         "code_interpreter_call",
-        "compaction",
         "computer_call",
         "computer_call_output",
         "file_search_call",
         "image_generation_call",
         "mcp_approval_request",
         "mcp_approval_response",
-        "mcp_call",
         "mcp_list_tools",
         "tool_search_call",
         "tool_search_output",
         "web_search_call",
     }
 )
+# Holds a whole conversation, encrypted by the server that made it: left out, the model would answer without it.
+_UNREADABLE = frozenset({"compaction", "compaction_summary", "context_compaction"})
+# Tools that the client runs and whose form only OpenAI's own models know.
+_UNTOLD = frozenset({"apply_patch", "computer", "computer_use_preview", "local_shell", "shell"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,6 +97,10 @@ def _tools(fields: Fields) -> tuple[list[dict[str, Any]], dict[str, ToolName]]:
             for n, inner in enumerate(tool["tools"]):
                 add(inner, f"{where}.tools[{n}]", str(tool.get("name") or ""))
             return
+        if isinstance(kind, str) and kind in _UNTOLD:
+            raise bad_request(
+                f"{where} is of the type {kind!r}, whose form only OpenAI's models know; need a function", where
+            )
         if kind not in ("function", "custom"):
             log_once(f"leaving out tools of the type {kind!r:.64}: OpenAI's servers run them, this one cannot")
             return
@@ -169,12 +175,15 @@ class _Turns:
                 self._thought(item, where)
             case "function_call" | "custom_tool_call":
                 self._call(item, where, kind == "custom_tool_call")
+            case "mcp_call":  # another server's, but all of it is text
+                self._call(item | {"call_id": item.get("id")}, where, False)
+                self._output(item.get("id"), item.get("output") or item.get("error"), f"{where}.output")
             case "function_call_output" | "custom_tool_call_output":
-                self.close()
-                content = _text(item.get("output"), f"{where}.output")
-                self.messages.append({"role": "tool", "tool_call_id": str(item.get("call_id")), "content": content})
+                self._output(item.get("call_id"), item.get("output"), f"{where}.output")
             case "item_reference":
                 raise bad_request(f"{where} refers to an item, but this server keeps none: send the item", where)
+            case str() if kind in _UNREADABLE:
+                raise bad_request(f"{where} is a {kind} of another server, which nobody else can read", where)
             case str() if kind in _SKIPPED:
                 log_once(f"skipping input items of the type {kind}")
             case _:
@@ -207,6 +216,7 @@ class _Turns:
         if self._open is not None and (self._open["content"] or "tool_calls" in self._open):
             self.close()
         thought = _text(item.get("content"), f"{where}.content") or _unsealed(item.get("encrypted_content"))
+        thought = thought or _text(item.get("summary"), f"{where}.summary", "\n\n")  # all there is of others' thoughts
         if thought:
             turn = self._turn()
             turn["reasoning_content"] = turn.get("reasoning_content", "") + thought
@@ -216,16 +226,35 @@ class _Turns:
         if not isinstance(name, str):
             raise bad_request(f"{where}.name is {kind_of(name)}; need a string", f"{where}.name", "invalid_type")
         arguments = item.get("arguments")
+        if arguments is not None and not isinstance(arguments, str):
+            arguments = json.dumps(arguments, ensure_ascii=False)
         if custom:
             arguments = json.dumps({"input": str(item.get("input") or "")}, ensure_ascii=False)
+        _check_arguments(arguments, f"{where}.arguments")
         space = item.get("namespace")
         name = _shown(ToolName(name, space if isinstance(space, str) else None))
         function = {"name": name, "arguments": arguments}
         call = {"id": str(item.get("call_id")), "type": "function", "function": function}
         self._turn().setdefault("tool_calls", []).append(call)
 
+    def _output(self, call_id: Any, output: Any, where: str) -> None:
+        self.close()
+        self.messages.append({"role": "tool", "tool_call_id": str(call_id), "content": _text(output, where)})
 
-def _text(content: Any, where: str) -> str:
+
+def _check_arguments(text: str | None, where: str) -> None:
+    """Raise ApiError unless ``text`` is a JSON object, or nothing: the template needs its parts."""
+    if text is None or not text.strip():
+        return
+    try:
+        value = json.loads(text)
+    except ValueError as e:
+        raise bad_request(f"{where} is not JSON: {e}", where) from None
+    if not isinstance(value, dict):
+        raise bad_request(f"{where} holds a JSON {kind_of(value)}; need an object", where)
+
+
+def _text(content: Any, where: str, between: str = "") -> str:
     """The text of a string, of an array of text parts, or of nothing."""
     if content is None or isinstance(content, str):
         return content or ""
@@ -235,12 +264,12 @@ def _text(content: Any, where: str) -> str:
     for n, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else kind_of(part)
         text = part.get("refusal" if kind == "refusal" else "text") if isinstance(part, dict) else None
-        if kind not in ("input_text", "output_text", "text", "refusal", "reasoning_text"):
+        if kind not in ("input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text"):
             raise bad_request(f"{where}[{n}] is of type {kind!r:.64}; this model takes text only", f"{where}[{n}]")
         if not isinstance(text, str):
             raise bad_request(f"{where}[{n}].text must be a string", f"{where}[{n}].text", "invalid_type")
         texts.append(text)
-    return "".join(texts)
+    return between.join(texts)
 
 
 def _unsealed(sealed_thought: Any) -> str:

@@ -189,6 +189,24 @@ def test_a_whole_agent_conversation_reaches_the_template(show):
     assert re.findall(r'{"name": "(\w+)"', tools) == ["weather", "patch", "mcp__docs__find"]
 
 
+def test_what_another_server_did_is_told_as_far_as_it_is_text(show):
+    """A thought of which only the summary is there, and a call with its result in one item."""
+    parts = [{"type": "summary_text", "text": t} for t in ("one", "two")]
+    thought = {"type": "reasoning", "id": "r", "summary": parts, "encrypted_content": "gAAA"}
+    done = {"type": "mcp_call", "id": "m1", "server_label": "s", "name": "find", "arguments": '{"q": 1}', "output": "F"}
+    failed = done | {"id": "m2", "arguments": "", "output": None, "error": "no route"}
+    ask(show, input=[thought, done, failed])
+    assert prompt_of(show) == (
+        '[assistant](thought one\n\ntwo)(call find {"q": 1});[tool]F'
+        "[assistant](call find {});[tool]no route<|assistant|>"
+    )
+    ask(
+        show,
+        input=[thought | {"content": [{"type": "reasoning_text", "text": "own"}]}, {"role": "user", "content": "x"}],
+    )
+    assert prompt_of(show) == "[assistant](thought own);[user]x<|assistant|>"
+
+
 def test_a_thought_after_text_begins_another_turn(show):
     thought = {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "t"}]}
     said = {"role": "assistant", "content": "a"}
@@ -243,6 +261,14 @@ def test_quiet_fields(server):
         ({"input": [{"type": "function_call_output", "output": {}}]}, "input[0].output"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]"),
         ({"input": [{"type": "strange"}]}, "input[0].type"),
+        ({"input": [{"type": "compaction", "encrypted_content": "x"}, {"role": "user", "content": "q"}]}, "input[0]"),
+        ({"input": [{"type": "function_call", "name": "f", "arguments": '{"a'}]}, "input[0].arguments"),
+        ({"input": [{"type": "function_call", "name": "f", "arguments": "[1]"}]}, "input[0].arguments"),
+        ({"input": [{"type": "function_call", "name": "f", "arguments": 3}]}, "input[0].arguments"),
+        ({"input": [{"type": "reasoning", "summary": [{"type": "image"}]}]}, "input[0].summary[0]"),
+        ({"tools": [WEATHER, {"type": "local_shell"}]}, "tools[1]"),
+        ({"tools": [SPACE | {"tools": [{"type": "apply_patch"}]}]}, "tools[0].tools[0]"),
+        ({"include": ["message.output_text.logprobs"]}, "include"),
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"conversation": "c"}, "conversation"),
         ({"background": True}, "background"),
