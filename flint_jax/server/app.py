@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import difflib
 from collections.abc import AsyncIterator
 
 from starlette.applications import Starlette
@@ -91,9 +92,9 @@ async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     path, method = request.url.path, request.method
     if error.status_code == 404:
-        known = {route.path for route in ROUTES}
-        hint = f"; did you mean /v1{path}?" if f"/v1{path}" in known else ""
-        answer = ApiError(404, f"there is no route {method} {path}{hint}", code="unknown_route")
+        answer = ApiError(404, f"there is no route {method} {path}{_hint(path)}", code="unknown_route")
+    elif error.status_code == 405 and method == "OPTIONS":  # not a browser's question, which the layer for CORS answers
+        return Response(status_code=204, headers=error.headers)
     elif error.status_code == 405:
         answer = ApiError(405, f"{path} does not take {method}", code="method_not_allowed")
     else:
@@ -101,3 +102,13 @@ async def _http_error(request: Request, error: Exception) -> Response:
     response = answer.response(path, request.state.request_id)
     response.headers.update(error.headers or {})
     return response
+
+
+def _hint(path: str) -> str:
+    """Which route was meant: most often a base URL has a /v1 too many or too few."""
+    known = [route.path for route in ROUTES]
+    for other in (f"/v1{path}", path.removeprefix("/v1")):
+        if other in known:
+            return f"; did you mean {other}? (base URLs end in /v1 for OpenAI's clients, and have none for Anthropic's)"
+    near = difflib.get_close_matches(path[:100], known, n=1, cutoff=0.8)
+    return f"; did you mean {near[0]}?" if near else ""

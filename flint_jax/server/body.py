@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import math
+import zlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,14 +19,17 @@ log = logging.getLogger("flint_jax.server")
 
 _DRAIN_S = 5.0  # how long an oversized upload is read and dropped, so that its sender gets to read the 413
 _LARGEST_INT = 2**64
+_GZIP_OR_ZLIB = 32 + zlib.MAX_WBITS  # "deflate" means zlib's form of it
 
 
 async def read_object(request: Request, limit: int) -> Fields:
     """The request's body as a JSON object of at most ``limit`` bytes.
 
-    Raises ApiError (400, 413) and ClientGone.
+    Raises ApiError (400, 413, 415) and ClientGone.
     """
-    raw = await _read(request, limit)
+    raw = _unpacked(await _read(request, limit), request.headers.get("content-encoding", ""), limit)
+    if not raw.strip():
+        raise bad_request("the body is empty; need a JSON object", code="invalid_json")
     try:
         value = json.loads(raw.decode("utf-8-sig"), parse_constant=_no_constant, parse_float=_finite)
     except UnicodeDecodeError as e:
@@ -61,8 +65,36 @@ async def _read(request: Request, limit: int) -> bytes:
     except ClientDisconnect:
         raise ClientGone from None
     if too_large:
-        raise ApiError(413, f"the body is larger than {limit} bytes, the limit of this server (--max-request-bytes)")
+        raise _too_large(limit)
     return b"".join(chunks)
+
+
+def _too_large(limit: int) -> ApiError:
+    return ApiError(413, f"the body is larger than {limit} bytes, the limit of this server (--max-request-bytes)")
+
+
+def _unpacked(raw: bytes, encoding: str, limit: int) -> bytes:
+    """The body without its ``Content-Encoding``; at most ``limit`` bytes, however small it came."""
+    kind = encoding.strip().lower()
+    if kind in ("", "identity"):
+        return raw
+    if kind not in ("gzip", "x-gzip", "deflate"):
+        raise ApiError(
+            415,
+            f"a body of the encoding {encoding!r:.64} cannot be read here; send it plain or with gzip",
+            code="unsupported_encoding",
+        )
+    unpacker = zlib.decompressobj(_GZIP_OR_ZLIB)
+    try:
+        text = unpacker.decompress(raw, limit + 1)
+    except zlib.error as e:
+        raise bad_request(f"the body is not {kind}, as its Content-Encoding says: {e}", code="invalid_json") from None
+    if len(text) > limit:
+        raise _too_large(limit)
+    if not unpacker.eof or unpacker.unused_data:
+        what = "goes on after its end" if unpacker.eof else "is cut short"
+        raise bad_request(f"the {kind} data of the body {what}", code="invalid_json")
+    return text
 
 
 def _no_constant(name: str):

@@ -20,13 +20,17 @@ from flint_jax.server.state import ServerState
 log = logging.getLogger("flint_jax.server")
 
 _SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+_SLASHES = re.compile("/{2,}")
 OPEN_PATHS = frozenset({"/health"})  # need no key
 # are answered without a model
 ALWAYS_PATHS = frozenset({"/", "/health", "/ping", "/load", "/version", "/metrics", "/openapi.json"})
 
 
 class RequestIds:
-    """Gives every request an id: the client's own ``x-request-id`` if it is sane, else a new one. Sends it back."""
+    """Gives every request an id: the client's own ``x-request-id`` if it is sane, else a new one. Sends it back.
+
+    Slashes that a client puts too many into a URL are taken out here, before anyone looks at the path.
+    """
 
     def __init__(self, app):
         self._app = app
@@ -35,6 +39,7 @@ class RequestIds:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        scope = scope | {"path": _tidy(scope["path"], scope.get("root_path", ""))}
         given = Headers(scope=scope).get("x-request-id", "")
         request_id = given if _SANE_ID.fullmatch(given) else uuid.uuid4().hex
         scope.setdefault("state", {})["request_id"] = request_id
@@ -108,6 +113,11 @@ class Gate:
 def _is_page(path: str, headers: Headers) -> bool:
     """A browser asking for the chat page, which is a fixed file: it cannot send a key before it has shown the field."""
     return path == "/" and "text/html" in headers.get("accept", "")
+
+
+def _tidy(path: str, root: str) -> str:
+    """The path without the slashes that clients add at its end or double when they join URLs."""
+    return root + (_SLASHES.sub("/", path.removeprefix(root)).rstrip("/") or "/")
 
 
 def _path(scope) -> str:

@@ -277,7 +277,7 @@ def test_official_client_raises_typed_errors(server):
     [
         ("GET", "/nope", 404),
         ("POST", "/v1/nope", 404),
-        ("POST", "/v1/chat/completions/", 404),
+        ("POST", "/v1/chat/completions/x", 404),
         ("GET", CHAT, 405),
         ("PUT", TEXT, 405),
         ("DELETE", "/v1/models", 405),
