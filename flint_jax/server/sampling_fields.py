@@ -97,7 +97,10 @@ def read_sampling(
         logprobs=logprobs,
         n=n,
     )
-    # Fields of vLLM that change the output and that we lack: refusing beats ignoring.
+    # Fields of vLLM that change the prompt, the output or its form and that we lack: refusing beats ignoring.
+    fields.unsupported("truncate_prompt_tokens", allowed=(-1,), hint="send the tokens that are to be kept")
+    fields.unsupported("return_token_ids", hint="/tokenize gives those of a text")
+    fields.unsupported("return_tokens_as_token_ids")
     fields.unsupported("best_of", allowed=(n,), hint="ask for n choices instead")
     fields.unsupported("use_beam_search")
     if prompt_logprobs is None:
