@@ -1,14 +1,16 @@
 """The two ways to run routed experts agree with each other and with a plain loop; every routing field counts."""
 
+import contextlib
 import dataclasses
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from flint_jax import moe
-from flint_jax.model import Flint
+from flint_jax.model import Flint, Router
 from flint_jax.numerics import Numerics
 from tests.model import golden
 
@@ -57,29 +59,83 @@ def test_experts_match_a_loop(monkeypatch, tokens, active, ids, limit, layer):
     assert golden.row_error(got, want) < 1e-5
 
 
-def test_unused_experts_get_no_gradient(monkeypatch):
-    monkeypatch.setattr(moe, "GATHER_BYTES", 0)
-    x = jnp.asarray(RNG.normal(size=(12, WIDTH)), jnp.float32)
-    r = routing(12, 1, [[2]] * 6 + [[5]] * 6)
-    grad = jax.grad(lambda w: moe.experts(x, r, w, DOWN, layer=1, numerics=NUMERICS).sum())(GATE_UP)
-    used = np.abs(np.asarray(grad)).sum((2, 3)) > 0
-    assert np.isfinite(np.asarray(grad)).all()
-    np.testing.assert_array_equal(np.flatnonzero(used[1]), [2, 5])
-    assert not used[0].any()
+def dense(gate_up, down, x, r):
+    """All experts of one layer on all tokens, in plain jnp: what gradients are held against."""
+    total = jnp.zeros_like(x)
+    for e in range(EXPERTS):
+        gate, up = jnp.split(x @ gate_up[e].T, 2, axis=-1)
+        share = jnp.where(r.ids == e, r.weights, 0.0).sum(-1, keepdims=True)
+        total += share * ((gate * jax.nn.sigmoid(gate) * up) @ down[e].T)
+    return total
 
 
-@pytest.mark.parametrize("change", [{"norm_topk_prob": False}, {"routed_scaling_factor": 2.5}])
-def test_every_routing_field_counts(change):
+@pytest.mark.parametrize("path", ["blocked", "gathered", "at once", "everywhere"])
+def test_experts_without_tokens_get_no_gradient_and_the_others_theirs(monkeypatch, path):
+    monkeypatch.setattr(moe, "GATHER_BYTES", moe.GATHER_BYTES if path == "gathered" else 0)
+    monkeypatch.setattr(moe, "EVERYWHERE", EXPERTS if path == "everywhere" else 0)
+    training = path in ("at once", "everywhere")
+
+    def ours(gate_up, down, x, r, towards):
+        with moe.grouped(1 << 30) if training else contextlib.nullcontext():
+            return (moe.experts(x, r, gate_up, down, layer=1, numerics=NUMERICS) * towards).sum()
+
+    def plainly(gate_up, down, x, r, towards):
+        return (dense(gate_up[1], down[1], x, r) * towards).sum()
+
+    ours, plainly = (jax.jit(jax.grad(f, (0, 1, 2))) for f in (ours, plainly))
+    x, towards = (jnp.asarray(RNG.normal(size=(16, WIDTH)), jnp.float32) for _ in range(2))
+    for ids in (
+        [[2, 5]] * 16,
+        [[0, 2]] * 16,  # 16, 0, 16, 0 ... tokens an expert: none between them, none at the end
+        [[6, 7]] * 16,  # only the last ones have any
+        [[0, 7]] * 16,  # all between have none
+        [[3, 4], [4, 6]] * 8,  # the first and the last have none
+    ):
+        r = routing(16, 2, ids)
+        got, want = ours(GATE_UP, DOWN, x, r, towards), plainly(GATE_UP, DOWN, x, r, towards)
+        for g, w in zip(got, want, strict=True):
+            np.testing.assert_allclose(g, w, atol=1e-4 * np.abs(w).max())
+        for g in got[:2]:
+            used = np.asarray(g).any((2, 3))  # exactly 0 elsewhere, so NaN is used, too
+            np.testing.assert_array_equal(np.flatnonzero(used[1]), np.unique(ids))
+            assert not used[0].any()
+
+
+@pytest.mark.parametrize("renormalise", [True, False])
+@pytest.mark.parametrize("factor", [1.0, 2.5])
+def test_every_routing_field_counts(renormalise, factor):
+    """Renormalising and scaling are independent of each other: all four ways."""
     lm = golden.language_model("T1")
     weights = {name: param.get_value() for name, param in lm.model.stacks.items()}
     router = lm.model.blocks[2].mlp.router
-    other = Flint(dataclasses.replace(lm.config, **change), weights, NUMERICS).blocks[2].mlp.router
+    config = dataclasses.replace(lm.config, norm_topk_prob=renormalise, routed_scaling_factor=factor)
+    other = Flint(config, weights, NUMERICS).blocks[2].mlp.router
     x = jnp.asarray(RNG.normal(size=(4, lm.config.hidden_size)), jnp.float32)
     base, changed = router(x), other(x)
     np.testing.assert_array_equal(base.ids, changed.ids)
     scores = 1 / (1 + np.exp(-np.take_along_axis(np.asarray(base.logits), np.asarray(base.ids), -1)))
-    want = scores if "norm_topk_prob" in change else 2.5 * scores / scores.sum(-1, keepdims=True)
+    want = factor * (scores / scores.sum(-1, keepdims=True) if renormalise else scores)
     np.testing.assert_allclose(changed.weights, want, rtol=1e-5)
+
+
+@pytest.mark.parametrize("best", [0, 1])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_thousandth_decides_between_experts(best, dtype):
+    """8 and 8 + 2^-10 are one number in bfloat16. In transformers' numerics the router is float32 whatever the model
+    is; serving runtimes round its logits to the model's dtype, and of equals the first wins.
+    """
+    lm = golden.language_model("T1")
+    config = dataclasses.replace(lm.config, num_experts_per_tok=1)
+    weight = np.zeros((1, config.num_experts, config.hidden_size), np.float32)
+    weight[0, :2, 0] = 8.0
+    weight[0, best, 1] = 2.0**-9
+    x = jnp.zeros((1, config.hidden_size), dtype).at[0, :2].set(jnp.asarray([1.0, 0.5], dtype))
+
+    def chosen(mode):
+        return int(Router(config, Numerics(mode, dtype), nnx.Param(jnp.asarray(weight)), 0, "")(x).ids[0, 0])
+
+    assert chosen("transformers") == best
+    assert chosen("serving") == (best if dtype == "float32" else 0)
 
 
 def test_serving_breaks_ties_by_lowest_index():
