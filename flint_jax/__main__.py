@@ -18,11 +18,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; exit code 0, or 2 with one line on standard error for anything the user can mend."""
     words = list(sys.argv[1:] if argv is None else argv)
     own = bool(words) and words[0] in _OWN_FLAGS
-    args = _parser().parse_args(words[:1] if own else words)
-    args.rest = words[1:]
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     try:
+        args = _parser().parse_args(words[:1] if own else words)
+        args.rest = words[1:]
+        logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
         return args.run(args)
+    except SystemExit as end:  # of argparse, which has said what is wrong, or has given help
+        return end.code if isinstance(end.code, int) else 0
     except FlintError as error:
         print(f"flint_jax {args.command}: error: {error}", file=sys.stderr)
         return 2
@@ -231,7 +233,7 @@ def _chat(args: argparse.Namespace) -> int:
 def _score(args: argparse.Namespace) -> int:
     from flint_jax.scoring import command
 
-    return command.run(args, _load(args))
+    return command.run(args, lambda: _load(args))
 
 
 def _eval(args: argparse.Namespace) -> int:

@@ -15,9 +15,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flint_jax import score_bench
+from flint_jax import forced_bench, score_bench
 from flint_jax.cache import PAGE, table_width
 from flint_jax.model import Flint
+from flint_jax.number_flags import whole, wholes
 from flint_jax.numerics import Numerics
 from flint_jax.roofline import step_bytes
 from flint_jax.step import Sizes, Steps
@@ -28,13 +29,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m flint_jax bench", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="BENCH")
     decode = commands.add_parser("decode", help="ms a token at given contexts and batches, random weights")
-    decode.add_argument("--context", default="1024", help="tokens already in the cache, comma-separated")
-    decode.add_argument("--batch", default="1", help="requests in the step, comma-separated")
+    decode.add_argument(
+        "--context", type=wholes(1), default="1024", help="tokens already in the cache, comma-separated"
+    )
+    decode.add_argument("--batch", type=wholes(1), default="1", help="requests in the step, comma-separated")
     decode.add_argument("--format", default="nvfp4", help="nvfp4, bf16 or both, comma-separated")
-    decode.add_argument("--preset", default="full", help="full: Flint's shapes; tiny: for a look at the output")
-    decode.add_argument("--layers", type=int, help="fewer layers")
+    decode.add_argument("--preset", default="full", choices=("full", "tiny"), help="full: Flint's shapes; tiny: a look")
+    decode.add_argument("--layers", type=whole(1), help="fewer layers")
     decode.add_argument("--kernels", default="auto", choices=("auto", "xla", "pallas"))
-    decode.add_argument("--steps", type=int, default=64, help="timed steps")
+    decode.add_argument("--steps", type=whole(1), default=64, help="timed steps")
     decode.add_argument("--sampling", default="default", choices=("default", "greedy"))
     decode.add_argument(
         "--xla", action="append", default=[], metavar="NAME=VALUE[,NAME=VALUE]", help="time this XLA setting as well"
@@ -43,12 +46,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     decode.set_defaults(run=_decode)
     load = commands.add_parser("load", help="load a checkpoint, then generate 64 tokens")
     load.add_argument("model")
-    load.add_argument("--tokens", type=int, default=64, help="0: load only")
+    load.add_argument("--tokens", type=whole(0), default=64, help="0: load only")
     load.add_argument("--kernels", default="auto", choices=("auto", "xla", "pallas"))
     load.set_defaults(run=_load)
     score = commands.add_parser("score", help="tokens scored a second, random weights, against plain prefill")
     score_bench.arguments(score)
     score.set_defaults(run=score_bench.run)
+    forced = commands.add_parser("forced", help="what holding the output to a grammar costs a token, one request alone")
+    forced_bench.arguments(forced)
+    forced.set_defaults(run=forced_bench.run)
     commands.add_parser("serve", help="load on a running server, and a check of what it sends; see bench serve --help")
     args = parser.parse_args(argv)
     print(_header())
@@ -88,16 +94,12 @@ def copy_rate(nbytes: int = 1 << 32) -> float:
 # -- decode ----------------------------------------------------------------------------------------------------------
 
 
-def _numbers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
-
-
 def _decode(args: argparse.Namespace) -> list[dict]:
     from flint_jax import tiles
     from flint_jax.random_weights import random_weights
     from loaders.synthetic import preset, spread
 
-    contexts, batches = _numbers(args.context), _numbers(args.batch)
+    contexts, batches = args.context, args.batch
     rate = copy_rate()
     print(f"copy {rate / 1e12:.2f} TB/s")
     print(

@@ -25,6 +25,7 @@ from flint_jax.model import Flint
 from flint_jax.numerics import Numerics
 from flint_jax.sampling import SamplingParams
 from flint_jax.scoring import Scorer
+from flint_jax.scoring.inputs import two
 from flint_jax.step import Steps
 from flint_jax.text import Detokenizer, StopStrings
 
@@ -65,7 +66,7 @@ class LanguageModel:
         self.config: FlintConfig = model.config
         self.generation = dict(generation or {})
         self.chat_template = chat_template
-        self.max_context = max_context or self.config.max_position_embeddings
+        self.max_context = self.config.max_position_embeddings if max_context is None else max_context
         self._engine: Engine | None = None
         self._lock = threading.Lock()
 
@@ -93,7 +94,8 @@ class LanguageModel:
         """
         scorer = self.scorer
         items = []
-        for i, (context, continuation) in enumerate(pairs):
+        for i, pair in enumerate(pairs):
+            context, continuation = two(pair, f"pair {i}")
             ids = scorer.check_ids(context, f"the context of pair {i}")
             more = scorer.check_ids(continuation, f"the continuation of pair {i}")
             items.append((np.concatenate([ids, more]), len(ids)))
@@ -211,7 +213,7 @@ class LanguageModel:
         plan = memory.plan(
             self.config,
             self.model.numerics,
-            max_model_len=min(max_model_len or self.max_context, self.max_context),
+            max_model_len=self.max_context if max_model_len is None else min(max_model_len, self.max_context),
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             utilization=gpu_memory_utilization,
@@ -314,12 +316,20 @@ def load(
     rules = Numerics(numerics, dtype)
     if kernels not in KERNELS:
         raise RequestError(f"kernels = {kernels!r}: need one of {', '.join(KERNELS)}", param="kernels")
+    places = isinstance(sharding, jax.sharding.Sharding) or callable(sharding)
+    if sharding is not None and (not places or isinstance(sharding, jax.sharding.Mesh)):  # a Mesh can be called, too
+        raise RequestError(
+            f"sharding = {sharding!r:.80}: need a jax.sharding.Sharding (such as NamedSharding(mesh, spec)), or a "
+            "function of (array name, ShapeDtypeStruct) that gives one",
+            param="sharding",
+        )
     path = loaders.embedded_checkpoint() if path is None else path
     checkpoint = loaders.open_checkpoint(path, config=config, tokenizer=tokenizer)
     c = checkpoint.config
-    if max_context is not None and not 1 <= max_context <= c.max_position_embeddings:
+    whole = isinstance(max_context, int | np.integer) and not isinstance(max_context, bool)
+    if max_context is not None and not (whole and 1 <= max_context <= c.max_position_embeddings):
         raise RequestError(
-            f"max_context = {max_context}: need 1 to {c.max_position_embeddings}, the model's own context",
+            f"max_context = {max_context!r:.60}: need 1 to {c.max_position_embeddings}, the model's own context",
             param="max_context",
         )
     weights = loaders.load_weights(

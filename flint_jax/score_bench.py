@@ -12,6 +12,7 @@ from flint_jax import roofline
 from flint_jax.cache import PAGE, table_width
 from flint_jax.lm import LanguageModel
 from flint_jax.model import Flint
+from flint_jax.number_flags import whole
 from flint_jax.numerics import Numerics
 from flint_jax.scoring import Scorer
 from flint_jax.step import Sizes, Steps
@@ -19,15 +20,21 @@ from flint_jax.step import Sizes, Steps
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Add this bench's arguments."""
-    parser.add_argument("--preset", default="full", help="full: Flint's shapes; tiny: for a look at the output")
+    parser.add_argument("--preset", default="full", choices=("full", "tiny"), help="full: Flint's shapes; tiny: a look")
     parser.add_argument("--format", default="nvfp4", choices=("nvfp4", "bf16"))
-    parser.add_argument("--layers", type=int, help="fewer layers")
+    parser.add_argument("--layers", type=whole(1), help="fewer layers")
     parser.add_argument("--kernels", default="auto", choices=("auto", "xla", "pallas"))
-    parser.add_argument("--length", type=int, default=2048, help="tokens of a text")
-    parser.add_argument("--texts", type=int, default=8, help="texts of a round")
-    parser.add_argument("--rounds", type=int, default=2, help="timed rounds; the best counts")
-    parser.add_argument("--tokens", type=int, help="token places of a step (default: 256 on the CPU, 4096 on a GPU)")
-    parser.add_argument("--questions", type=int, default=0, help="also: questions of 500 tokens with 4 answers each")
+    parser.add_argument("--length", type=whole(2), default=2048, help="tokens of a text")
+    parser.add_argument("--texts", type=whole(1), default=8, help="texts of a round")
+    parser.add_argument("--rounds", type=whole(1), default=2, help="timed rounds; the best counts")
+    parser.add_argument(
+        "--tokens",
+        type=whole(PAGE, 1 << 20, multiple=PAGE),
+        help="token places of a step (default: 256 on the CPU, 4096 on a GPU)",
+    )
+    parser.add_argument(
+        "--questions", type=whole(0), default=0, help="also: questions of 500 tokens with 4 answers each"
+    )
     parser.add_argument(
         "--no-prefill", action="store_true", help="leave out the comparison, which compiles one more large program"
     )

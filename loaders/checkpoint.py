@@ -27,7 +27,8 @@ class Checkpoint:
     generation: settings of generation_config.json (its names; ``eos_token_id`` is a list) or of the GGUF, may be empty.
     format: "safetensors", "gguf" or "orbax". weight_format: "bf16", "nvfp4" or "mixed". nbytes: bytes of weights in
     the files.
-    report: cost of the last load_weights, None before.
+    report: cost of the last load_weights, None before. name: what the files say (general.name of a GGUF; every format
+    that is written here keeps it), else the name of the path.
     """
 
     name: str
@@ -80,6 +81,11 @@ def open_checkpoint(
     Raises CheckpointError for files that are damaged, incomplete, ambiguous or of other types, and ConfigError for a
     configuration that this model cannot run or that contradicts the tensors.
     """
+    for name, given in (("path", path), ("config", config), ("tokenizer", tokenizer)):
+        if not isinstance(given, str | os.PathLike | None) and not (
+            name == "config" and isinstance(given, FlintConfig)
+        ):
+            raise CheckpointError(f"{name} = {given!r:.60}: need a path, as text or pathlib.Path")
     path = hub.resolve(path)
     kind, target = _find(path)
     if kind == "orbax":
@@ -96,9 +102,8 @@ def open_checkpoint(
         plan = name_map.match(found, kind, opened.tensors)
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from None
-    name = metadata.get("general.name")
     return Checkpoint(
-        name=name if isinstance(name, str) and name else (path.resolve().name if path.is_dir() else path.stem),
+        name=_name(opened.metadata.get(safetensors.NAME), path),
         path=path,
         format=kind,
         config=found,
@@ -144,15 +149,27 @@ def _open_orbax(
     if not eos_known:
         eos = dict.fromkeys([*found.eos_token_ids, *generation.get("eos_token_id", [])])
         found = dataclasses.replace(found, eos_token_ids=tuple(eos))
+    plan = orbax.open_plan(path, found)
     return Checkpoint(
-        name=path.resolve().name,
+        name=_name(plan.name, path),
         path=path,
         format="orbax",
         config=found,
         generation=generation,
-        plan=orbax.open_plan(path, found),
+        plan=plan,
         tokenizer_path=_tokenizer_path(tokenizer, path, {}, path),
     )
+
+
+def _name(own: Any, path: Path) -> str:
+    """The name that the files give, else that of the path."""
+    if isinstance(own, str) and own:
+        return own
+    snapshots = path.parent
+    if path.is_dir() and snapshots.name == "snapshots" and snapshots.parent.name.startswith("models--"):
+        return snapshots.parent.name.rpartition("--")[2]  # of the hub's cache, where the folder's name is a commit
+    name = path.resolve().name if path.is_dir() else path.stem
+    return name.encode("utf-8", "replace").decode()
 
 
 def _find(path: Path) -> tuple[str, Path]:

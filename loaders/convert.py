@@ -38,7 +38,15 @@ def convert(
     if to == "orbax":
         export._refuse_conversion(weight_format)
         tree = load_weights(ckpt, dtype="stored", progress=progress)
-        orbax.save(target, ckpt.config, tree, tokenizer=spoken, tokenizer_folder=folder, generation=ckpt.generation)
+        orbax.save(
+            target,
+            ckpt.config,
+            tree,
+            tokenizer=spoken,
+            tokenizer_folder=folder,
+            generation=ckpt.generation,
+            name=ckpt.name,
+        )
         return target
     stored = ckpt.format == "orbax"
     weights = TreeWeights(load_weights(ckpt, dtype="stored", progress=progress)) if stored else FileWeights(ckpt.plan)

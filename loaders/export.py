@@ -1,7 +1,7 @@
 """Write a model in any of the three formats, from a checkpoint's files or from a weight tree.
 
-Everything is written under ``NAME.partial`` and takes its name when it is whole: what an interrupted save leaves behind
-does not load. Weights pass through in pieces of a few megabytes.
+Everything is written under ``NAME.partial`` and takes its name when it is whole (see partial.py): what an interrupted
+save leaves behind does not load. Weights pass through in pieces of a few megabytes.
 
 What happens to a weight: a kind that the target can hold is kept, bit for bit. NVFP4 to BF16 decodes, multiplies the
 global scale in and rounds once. BF16 or F32 to NVFP4 rounds to the nearest code, with block scales from each group's
@@ -10,9 +10,7 @@ maximum and one global scale for q, k, v, for gate and up, and for every other m
 
 from __future__ import annotations
 
-import contextlib
 import os
-import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,10 +19,11 @@ import numpy as np
 
 from flint_jax.config import FlintConfig
 from flint_jax.errors import CheckpointError
-from loaders import describe, name_map, writers
+from loaders import describe, name_map, partial, writers
 from loaders.name_map import PLAIN_ONLY, Source
 from loaders.parts import BLOCK, Part, TreeWeights, Weights, to_records
 from loaders.raw import NVFP4
+from loaders.safetensors import NAME
 from loaders.writers import PART, Tensor
 from pallas_kernels import nvfp4
 
@@ -33,6 +32,7 @@ if TYPE_CHECKING:
 
 FORMATS = ("safetensors", "gguf", "orbax")
 WEIGHT_FORMATS = ("keep", "bf16", "nvfp4")
+_SUFFIXES = {".gguf": "gguf", ".orbax": "orbax"}
 SHARD_BYTES = 5_000_000_000
 _SAME_SCALE = ("qkv", "dense_gate_up", "expert_gate_up", "shared_gate_up")  # their parts share a global scale
 
@@ -52,17 +52,18 @@ def save_checkpoint(
     """Write a weight tree (of a loaded model, trained, or with adapters merged) as a new checkpoint.
 
     to: "safetensors" (a folder in the published names, which transformers reads), "gguf" or "orbax"; by default told
-    from the path. weight_format: "keep", "bf16" or "nvfp4" (see above). Raises CheckpointError when ``path`` exists or
-    the format cannot hold the weights.
+    from the path. weight_format: "keep", "bf16" or "nvfp4" (see above). name: of the model, kept in the files; by
+    default that of the path. Raises CheckpointError when ``path`` exists or the format cannot hold the weights.
     """
     path = Path(path)
     to = format_of(path, to)
     check(path, to, weight_format)
+    name = name or (path.stem if path.suffix in _SUFFIXES else path.name)
     if to == "orbax":
         from loaders import orbax
 
         _refuse_conversion(weight_format)
-        return orbax.save(path, config, weights, tokenizer=tokenizer, generation=generation)
+        return orbax.save(path, config, weights, tokenizer=tokenizer, generation=generation, name=name)
     return write(
         path,
         config,
@@ -71,7 +72,7 @@ def save_checkpoint(
         weight_format=weight_format,
         tokenizer=tokenizer,
         generation=generation or {},
-        name=name or path.stem,
+        name=name,
         progress=progress,
     )
 
@@ -80,7 +81,7 @@ def format_of(path: Path, to: str | None) -> str:
     """The format that a path or a name asks for: .gguf, .orbax, else safetensors."""
     if to is not None and to not in FORMATS:
         raise CheckpointError(f"format {to!r}: need one of {', '.join(FORMATS)}")
-    return to or {".gguf": "gguf", ".orbax": "orbax"}.get(path.suffix, "safetensors")
+    return to or _SUFFIXES.get(path.suffix, "safetensors")
 
 
 def check(path: Path, to: str, weight_format: str) -> None:
@@ -89,8 +90,8 @@ def check(path: Path, to: str, weight_format: str) -> None:
         raise CheckpointError(f"weight format {weight_format!r}: need one of {', '.join(WEIGHT_FORMATS)}")
     if to == "safetensors" and weight_format == "nvfp4":
         raise CheckpointError("published safetensors hold BF16; NVFP4 goes into .gguf (or stays in an Orbax folder)")
-    if path.exists():
-        raise CheckpointError(f"{path}: exists already; remove it, or give another path")
+    partial.refuse_existing(path)
+    partial.refuse_foreign(path, folder=to != "gguf")
 
 
 def _refuse_conversion(weight_format: str) -> None:
@@ -127,10 +128,17 @@ def write(
             metadata |= gguf_tokenizer
         else:
             metadata |= describe.tokenizer_gguf(tokenizer, config) if tokenizer else describe.stop_ids_gguf(config)
-        writers.write_gguf(path, metadata, made, threads=min(threads, 32), progress=progress)
+        writers.write_gguf(path, metadata, made, threads=min(threads, 32), progress=progress, replace=False)
         return path
-    with whole(path) as folder:
-        writers.write_safetensors(folder, made, shard_bytes=SHARD_BYTES, threads=min(threads, 32), progress=progress)
+    with partial.new_folder(path) as folder:
+        writers.write_safetensors(
+            folder,
+            made,
+            shard_bytes=SHARD_BYTES,
+            threads=min(threads, 32),
+            metadata={NAME: name},
+            progress=progress,
+        )
         write_sidecars(folder, config, generation, tokenizer, tokenizer_folder)
     return path
 
@@ -149,17 +157,6 @@ def write_sidecars(
     describe.write_json(folder / "generation_config.json", stops | dict(generation))
     describe.write_json(folder / "config.json", describe.config_json(config) | ids)
     describe.write_tokenizer(folder, tokenizer, config, tokenizer_folder)
-
-
-@contextlib.contextmanager
-def whole(path: Path) -> Iterator[Path]:
-    """A folder to write into, which takes the name ``path`` at the end of the block and not before."""
-    partial = path.with_name(path.name + ".partial")
-    if partial.exists():
-        shutil.rmtree(partial)  # of an interrupted save
-    partial.mkdir(parents=True)
-    yield partial
-    partial.rename(path)
 
 
 # -- tensors -----------------------------------------------------------------------------------------------------------

@@ -22,8 +22,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from flint_jax.config import FlintConfig
-from flint_jax.errors import CheckpointError
-from loaders import export, name_map
+from flint_jax.errors import CheckpointError, RequestError
+from loaders import export, name_map, partial
 from loaders.assemble import LoadReport, Tree, _MemoryWatch
 from pallas_kernels import nvfp4
 
@@ -43,10 +43,14 @@ Sharding = jax.sharding.Sharding | Callable[[str, jax.ShapeDtypeStruct], jax.sha
 
 @dataclasses.dataclass(frozen=True)
 class OrbaxPlan:
-    """What a folder holds. leaves: stack -> {"kind": plain, packed or scaled, "arrays": {name: [shape, dtype]}}."""
+    """What a folder holds. leaves: stack -> {"kind": plain, packed or scaled, "arrays": {name: [shape, dtype]}}.
+
+    name: the model's, None in a folder that does not say.
+    """
 
     folder: Path
     leaves: Mapping[str, Mapping[str, Any]]
+    name: str | None = None
 
     @property
     def weight_format(self) -> str:
@@ -69,27 +73,29 @@ def save(
     tokenizer: Tokenizer | None = None,
     tokenizer_folder: Path | None = None,
     generation: Mapping[str, Any] | None = None,
+    name: str | None = None,
 ) -> Path:
     """Write a weight tree as a new folder. Sharded arrays are written by their shards."""
     import orbax.checkpoint as ocp
 
     flat, leaves = {}, {}
     expected = name_map.leaves(config)
-    for name, leaf in weights.items():
-        kind, arrays = _arrays(name, leaf)
-        want = expected[name].full_shape
+    for stack, leaf in weights.items():
+        kind, arrays = _arrays(stack, leaf)
+        want = expected[stack].full_shape
         if want != tuple(leaf.shape):
-            raise CheckpointError(f"{name} is {list(leaf.shape)}, the configuration says {list(want)}")
-        leaves[name] = {"kind": kind, "arrays": {k: [list(a.shape), a.dtype.name] for k, a in arrays.items()}}
+            raise CheckpointError(f"{stack} is {list(leaf.shape)}, the configuration says {list(want)}")
+        leaves[stack] = {"kind": kind, "arrays": {k: [list(a.shape), a.dtype.name] for k, a in arrays.items()}}
         flat |= arrays
     path = Path(path).absolute()
     path.parent.mkdir(parents=True, exist_ok=True)
-    with export.whole(path) as folder:
+    with partial.new_folder(path) as folder:
         export.write_sidecars(folder, config, generation or {}, tokenizer, tokenizer_folder)
         with _quiet(), ocp.StandardCheckpointer() as checkpointer:
             checkpointer.save(folder / WEIGHTS, flat)
-        files = {str(f.relative_to(folder)): f.stat().st_size for f in sorted(folder.rglob("*")) if f.is_file()}
-        marker = {"version": VERSION, "leaves": leaves, "files": files}
+        written = (f for f in sorted(folder.rglob("*")) if f.is_file() and f.name != partial.MARK)
+        files = {str(f.relative_to(folder)): f.stat().st_size for f in written}
+        marker = {"version": VERSION, "name": name, "leaves": leaves, "files": files}
         (folder / MARKER).write_text(json.dumps(marker, indent=1) + "\n", encoding="utf-8")
     return path
 
@@ -102,7 +108,8 @@ def open_plan(folder: Path, config: FlintConfig) -> OrbaxPlan:
             raise CheckpointError(f"{folder / MARKER}: version {marker['version']!r}; this program reads {VERSION}")
         _check_files(folder, marker["files"])
         _check_leaves(folder, marker["leaves"], config)
-        return OrbaxPlan(folder, marker["leaves"])
+        name = marker.get("name")
+        return OrbaxPlan(folder, marker["leaves"], name if isinstance(name, str) else None)
     except CheckpointError:
         raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError, LookupError, RecursionError) as error:
@@ -157,9 +164,7 @@ def load(
     abstract = {}
     for leaf in plan.leaves.values():
         for name, (shape, kind) in leaf["arrays"].items():
-            bare = jax.ShapeDtypeStruct(tuple(shape), jnp.dtype(kind))
-            given = sharding if isinstance(sharding, jax.sharding.Sharding) else sharding(name, bare)
-            abstract[name] = jax.ShapeDtypeStruct(bare.shape, bare.dtype, sharding=given)
+            abstract[name] = _placed(name, jax.ShapeDtypeStruct(tuple(shape), jnp.dtype(kind)), sharding)
     with _quiet(), ocp.StandardCheckpointer() as checkpointer:
         arrays = checkpointer.restore((plan.folder / WEIGHTS).absolute(), abstract)
     tree: Tree = {}
@@ -176,6 +181,25 @@ def load(
             tree[name] = planes[0] if wanted == "stored" else planes[0].astype(wanted)
     jax.block_until_ready(tree)
     return tree, LoadReport(plan.nbytes, time.perf_counter() - began, *memory.peaks())
+
+
+def _placed(name: str, bare: jax.ShapeDtypeStruct, sharding: Sharding) -> jax.ShapeDtypeStruct:
+    """An array with its place. Raises RequestError when that is none, or one that the array cannot be cut for."""
+    given = sharding if isinstance(sharding, jax.sharding.Sharding) else sharding(name, bare)
+    if not isinstance(given, jax.sharding.Sharding):
+        raise RequestError(
+            f"sharding gave {given!r:.60} for {name}; need a jax.sharding.Sharding for every array", param="sharding"
+        )
+    try:
+        placed = jax.ShapeDtypeStruct(bare.shape, bare.dtype, sharding=given)
+        given.shard_shape(bare.shape)
+        return placed
+    except ValueError as error:
+        raise RequestError(
+            f"{name} is {list(bare.shape)}, which the sharding {given!r:.120} does not fit: {error!s:.200}. A function "
+            "of (array name, ShapeDtypeStruct) can give each array its own",
+            param="sharding",
+        ) from None
 
 
 def _arrays(name: str, leaf: Any) -> tuple[str, dict[str, jax.Array]]:

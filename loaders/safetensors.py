@@ -16,6 +16,7 @@ from loaders.raw import DTYPES, MappedFile, RawTensor, check_layout, short
 INDEX_SUFFIX = ".safetensors.index.json"
 # Flint unsharded: 36,734 tensors, a header of 5 MB. Parsed JSON takes some ten times its size.
 MAX_HEADER = 1 << 25
+NAME = "general.name"  # the model's name in __metadata__, called as in GGUF
 SIZES = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E5M2": 1, "F8_E4M3": 1, "F8_E8M0": 1, "U16": 2, "I16": 2, "F16": 2, "BF16": 2,
     "U32": 4, "I32": 4, "F32": 4, "U64": 8, "I64": 8, "F64": 8, "C64": 8,
@@ -28,6 +29,7 @@ class Safetensors:
 
     paths: tuple[Path, ...]
     tensors: Mapping[str, RawTensor]
+    metadata: Mapping[str, str]  # the text pairs of the first file
 
 
 def open_safetensors(path: str | os.PathLike) -> Safetensors:
@@ -97,13 +99,18 @@ def _open_index(path: Path) -> Safetensors:
 
 def _open_files(files: list[Path]) -> Safetensors:
     tensors: dict[str, RawTensor] = {}
+    metadata: dict[str, str] | None = None
     for file in files:
-        for tensor in _read_header(MappedFile(file)):
+        mapped = MappedFile(file)
+        header = _header(mapped)
+        if metadata is None:
+            metadata = {k: v for k, v in _pairs(header).items() if isinstance(v, str)}
+        for tensor in _read_tensors(mapped, header):
             if tensor.name in tensors:
                 first = tensors[tensor.name].file.path.name
                 raise CheckpointError(f"{file}: tensor {short(tensor.name)} is also in {first}")
             tensors[tensor.name] = tensor
-    return Safetensors(tuple(files), tensors)
+    return Safetensors(tuple(files), tensors, metadata or {})
 
 
 def _parse(text: bytes, where: str) -> Any:
@@ -130,8 +137,12 @@ def read_metadata(path: str | os.PathLike) -> dict[str, str]:
     return found
 
 
-def _read_header(file: MappedFile) -> list[RawTensor]:
-    header = _header(file)
+def _pairs(header: Mapping[str, Any]) -> dict[str, Any]:
+    found = header.get("__metadata__")
+    return found if isinstance(found, dict) else {}
+
+
+def _read_tensors(file: MappedFile, header: Mapping[str, Any]) -> list[RawTensor]:
     start = 8 + int.from_bytes(file.data[:8], "little")
     tensors = [_entry(file, name, entry, start) for name, entry in header.items() if name != "__metadata__"]
     refused = Counter(t.kind for t in tensors if t.kind not in DTYPES)

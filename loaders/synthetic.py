@@ -31,6 +31,7 @@ import ml_dtypes
 import numpy as np
 
 from flint_jax.config import FULL, SLIDING, FlintConfig
+from flint_jax.number_flags import whole
 from loaders import describe, name_map, parts, vocabulary, writers
 from loaders.name_map import Source
 from loaders.parts import to_records
@@ -341,9 +342,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--preset", choices=PRESETS, default="tiny", help="tiny: 3 million weights; full: Flint's shapes"
     )
     parser.add_argument("--format", choices=FORMATS, help="default: gguf when PATH ends in .gguf, else safetensors")
-    parser.add_argument("--layers", type=int, metavar="N", help="write only N layers")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--threads", type=int, help="default: one per core")
+    parser.add_argument("--layers", type=whole(1), metavar="N", help="write only N layers")
+    parser.add_argument("--seed", type=whole(0), default=0)
+    parser.add_argument("--threads", type=whole(1), help="default: one per core")
     args = parser.parse_args(argv)
     form = args.format or ("gguf" if args.path.suffix == ".gguf" else "safetensors")
     config = preset(args.preset, args.layers)

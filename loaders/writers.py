@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from loaders import partial
 from pallas_kernels.nvfp4 import GGUF_BLOCK, GGUF_BYTES
 
 PART = GGUF_BYTES << 17  # 4.7 MB: whole NVFP4 records, whole float32, and small enough to stay in a core's cache
@@ -60,9 +61,17 @@ def from_array(name: str, values: np.ndarray) -> Tensor:
 
 
 def write_gguf(
-    path: Path, metadata: Mapping[str, Any], tensors: Sequence[Tensor], *, threads: int, progress: bool = False
+    path: Path,
+    metadata: Mapping[str, Any],
+    tensors: Sequence[Tensor],
+    *,
+    threads: int,
+    progress: bool = False,
+    replace: bool = True,
 ) -> int:
     """Write one GGUF file (version 3). The file appears under its name when it is whole. Returns its size in bytes.
+
+    replace: whether a file of that name may be replaced.
 
     Metadata: bool, int (uint32), float (float32), str, list of str, numpy arrays of bool, int32 or float32.
     """
@@ -74,23 +83,31 @@ def write_gguf(
     pairs = [_text(key) + _value(value) for key, value in metadata.items()]
     header = struct.pack("<4sIQQ", b"GGUF", 3, len(tensors), len(pairs)) + b"".join(pairs) + b"".join(infos)
     header += bytes(-len(header) % ALIGNMENT)
-    partial = path.with_name(path.name + ".partial")
-    with open(partial, "wb") as file:
+    with partial.new_file(path, replace=replace) as file:
         file.truncate(len(header) + at)
         jobs, position = [], len(header)
         for t in tensors:
             jobs.append((file.fileno(), position, t))
             position += -(-t.nbytes // ALIGNMENT) * ALIGNMENT
         _stream(jobs, threads, progress)
+        file.seek(0)
         file.write(header)  # last: a file that was cut short is not GGUF
-    partial.replace(path)
     return len(header) + at
 
 
 def write_safetensors(
-    folder: Path, tensors: Sequence[Tensor], *, shard_bytes: int, threads: int, progress: bool = False
+    folder: Path,
+    tensors: Sequence[Tensor],
+    *,
+    shard_bytes: int,
+    threads: int,
+    metadata: Mapping[str, str] | None = None,
+    progress: bool = False,
 ) -> int:
-    """Write ``model-0000i-of-0000n.safetensors`` and the index, which comes last. Returns the bytes of weights."""
+    """Write ``model-0000i-of-0000n.safetensors`` and the index, which comes last. Returns the bytes of weights.
+
+    metadata: for the header of every file, besides "format".
+    """
     shards: list[list[Tensor]] = [[]]
     size = 0
     for t in tensors:
@@ -104,7 +121,7 @@ def write_safetensors(
     try:
         jobs = []
         for file, shard in zip(files, shards, strict=True):
-            text, at, places = _safetensors_header(shard, {"format": "pt"})
+            text, at, places = _safetensors_header(shard, {"format": "pt", **(metadata or {})})
             file.write(text)
             file.truncate(len(text) + at)
             file.flush()
@@ -125,14 +142,12 @@ def write_safetensors(
 def write_safetensors_file(path: Path, tensors: Sequence[Tensor], metadata: Mapping[str, str]) -> int:
     """Write one .safetensors file; it appears under its name when it is whole. Returns its size in bytes."""
     text, nbytes, places = _safetensors_header(tensors, metadata)
-    partial = path.with_name(path.name + ".partial")
-    with open(partial, "wb") as file:
-        file.write(text)
+    with partial.new_file(path, replace=True) as file:
         file.truncate(len(text) + nbytes)
-        file.flush()
         jobs = [(file.fileno(), len(text) + place, t) for t, place in zip(tensors, places, strict=True)]
         _stream(jobs, 1, False)
-    partial.replace(path)
+        file.seek(0)
+        file.write(text)
     return len(text) + nbytes
 
 

@@ -74,9 +74,11 @@ class FlintLM(TemplateLM):
         if lm.tokenizer is None:
             raise ConfigError("the checkpoint has no tokenizer, and tasks are text; give tokenizer=FOLDER")
         self.lm, self.tokenizer = lm, lm.tokenizer
-        self.max_length = min(max_length or lm.max_context, lm.max_context)
+        self.max_length = lm.max_context if max_length is None else min(max_length, lm.max_context)
         self.max_gen_toks, self.think_end, self.add_bos_token = int(max_gen_toks), think_end, add_bos_token
-        self.slots = int(max_batch_size or 16) if str(batch_size).startswith("auto") else int(batch_size)
+        if str(batch_size).startswith("auto"):
+            batch_size = 16 if max_batch_size is None else max_batch_size
+        self.slots = int(batch_size)
         self.scorer = Scorer(
             lm,
             max_length=max_length,

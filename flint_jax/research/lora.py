@@ -54,24 +54,29 @@ def create(
     stacks: names of ``targets`` (a fused stack such as qkv or gate_up shares one down). Raises RequestError.
     """
     known = targets(config)
-    unknown = [name for name in stacks if name not in known]
-    if unknown or not stacks:
-        raise RequestError(f"stacks = {list(stacks)}: need names among {', '.join(known)}", param="stacks")
-    if rank < 1:
-        raise RequestError(f"rank = {rank}: need at least 1", param="rank")
+    if isinstance(stacks, str) or not isinstance(stacks, Sequence) or not stacks or any(s not in known for s in stacks):
+        raise RequestError(f"stacks = {stacks!r:.100}: need a list of names among {', '.join(known)}", param="stacks")
+    if isinstance(rank, bool) or not isinstance(rank, int | np.integer) or rank < 1:
+        raise RequestError(f"rank = {rank!r:.60}: need a whole number, at least 1", param="rank")
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float | np.number) or not math.isfinite(alpha):
+        raise RequestError(f"alpha = {alpha!r:.60}: need a finite number", param="alpha")
+    if isinstance(seed, bool) or not isinstance(seed, int | np.integer):
+        raise RequestError(f"seed = {seed!r:.60}: need a whole number", param="seed")
     down, up = {}, {}
     for n, name in enumerate(stacks):
         *lead, rows, columns = shapes(config)[name].shape
         key = jax.random.fold_in(jax.random.key(seed), n)
         down[name] = jax.random.normal(key, (*lead, rank, columns), jnp.float32) / math.sqrt(columns)
         up[name] = jnp.zeros((*lead, rows, rank), jnp.float32)
-    return Adapters(down, up, alpha)
+    return Adapters(down, up, float(alpha))
 
 
 def attach(weights: Mapping[str, Matrix], adapters: Adapters) -> dict[str, Matrix]:
     """The weight tree with the adapted stacks wrapped; nothing is copied. Raises RequestError for another model's."""
     out = dict(weights)
     for name, down in adapters.down.items():
+        if name not in weights:
+            raise RequestError(f"the adapters are for {name}, and this model has no {name}: they are another model's")
         have, need = (*down.shape[:-2], adapters.up[name].shape[-2], down.shape[-1]), tuple(weights[name].shape)
         if have != need:
             raise RequestError(f"the adapters of {name} are for {list(have)}, this model has {list(need)}")
@@ -163,7 +168,7 @@ def load(path: str | Path, config: FlintConfig) -> Adapters:
     down, up = ({n[: -len(p)]: a for n, a in arrays.items() if n.endswith(p)} for p in (".down", ".up"))
     known = shapes(config)
     for name in {*down, *up}:
-        fits = name in targets(config) and name in down and name in up
+        fits = name in targets(config) and name in down and name in up and down[name].ndim > 1
         if fits:
             *lead, rows, columns = known[name].shape
             rank = down[name].shape[-2]
@@ -173,5 +178,9 @@ def load(path: str | Path, config: FlintConfig) -> Adapters:
     if not down:
         raise CheckpointError(f"{path}: no adapters inside")
     order = [name for name in known if name in down]
+    try:
+        alpha = float(metadata["alpha"])
+    except (KeyError, ValueError):
+        raise CheckpointError(f"{path}: alpha = {metadata.get('alpha')!r:.60} in its metadata; need a number") from None
     leaves = ({name: jnp.asarray(part[name]) for name in order} for part in (down, up))
-    return Adapters(*leaves, float(metadata["alpha"]))
+    return Adapters(*leaves, alpha)

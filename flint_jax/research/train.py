@@ -210,6 +210,8 @@ def make_step(
     gradient_norm, and load (largest share of an expert in any layer over the even share).
     """
 
+    _count("accumulate", accumulate)
+
     def step(state: TrainState, frozen, batch: Batch):
         batch = _complete(batch)
         rows, length = batch.tokens.shape
@@ -246,6 +248,11 @@ def make_step(
     return jax.jit(step, donate_argnums=0)
 
 
+def _count(name: str, value: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
+        raise RequestError(f"{name} = {value!r:.60}: need a whole number, at least 1", param=name)
+
+
 def _peak(chosen: Float[Array, "Lm E"]) -> Float[Array, ""]:
     if not chosen.shape[0]:
         return jnp.ones((), jnp.float32)
@@ -266,6 +273,7 @@ def fit(
     report(step, metrics) is called every ``every`` steps. Metrics are read one interval late, so that the device never
     waits for the host. The given state is consumed.
     """
+    _count("every", every)
     history: list[dict[str, Any]] = []
     done = int(state.step)
     for n, batch in enumerate(batches, start=1):

@@ -51,10 +51,13 @@ def score_file(
     OSError for files that cannot be read or written.
     """
     bad: list[int] = []
+    check_files(source, target, overwrite=overwrite)
     with open(source, "rb") as inp, open(target, "ab+") as out:
-        if os.path.samestat(os.fstat(inp.fileno()), os.fstat(out.fileno())):
-            raise ScoringError(f"{source} is the input and the output; give another output")
-        done, crc = _begin(out, target, overwrite)
+        _lock(out, target)
+        if overwrite:
+            out.truncate(0)
+        done, crc, end = _done(out, target)
+        out.truncate(end)  # a torn last line; only now: somebody else's file stays as it was
         size = os.fstat(inp.fileno()).st_size
         batch: list[Record] = []
         tokens = number = 0
@@ -103,30 +106,54 @@ def _skip_rest(inp: BinaryIO, raw: bytes) -> bool:
     return False
 
 
-def _begin(out: BinaryIO, target: Path, overwrite: bool) -> tuple[int, str | None]:
-    """Lock the output and cut off a torn last line; number and checksum of the last record (0, None: begin)."""
+def check_files(source: Path, target: Path, *, overwrite: bool = False) -> None:
+    """Raise what ``score_file`` would raise about its two files, for the time before a model is loaded.
+
+    Changes nothing. Not looked at: whether a target that can be continued was made from this source.
+    """
+    if source.exists() and not source.is_file():
+        raise ScoringError(f"{source} is no ordinary file; the input must be one, to be read again after a kill")
+    with open(source, "rb") as inp:
+        if not target.exists():
+            folder = target.resolve().parent
+            if not folder.is_dir():
+                raise ScoringError(f"{folder}: no such folder for the output {target.name}; make it first")
+            if not os.access(folder, os.W_OK | os.X_OK):
+                raise ScoringError(f"{folder}: no permission to write the output {target.name} there")
+            return
+        if not target.is_file():
+            raise ScoringError(f"{target} is no ordinary file; the output must be one, so that a run can go on there")
+        with open(target, "rb+") as out:
+            if os.path.samestat(os.fstat(inp.fileno()), os.fstat(out.fileno())):
+                raise ScoringError(f"{source} is the input and the output; give another output")
+            _lock(out, target)
+            if not overwrite:
+                _done(out, target)
+
+
+def _lock(out: BinaryIO, target: Path) -> None:
+    """Until the file is closed."""
     try:
-        fcntl.flock(out, fcntl.LOCK_EX | fcntl.LOCK_NB)  # held until the file is closed
+        fcntl.flock(out, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         raise ScoringError(f"another process is writing {target}; wait for it or give another output") from None
-    if overwrite:
-        out.truncate(0)
+
+
+def _done(out: BinaryIO, target: Path) -> tuple[int, str | None, int]:
+    """Number and checksum of the last whole record (0, None: begin), and where it ends."""
     last, end = _last_line(out)
     try:
         if last is None:  # nothing, or a first record that was torn
             out.seek(0)
             if not BEGINNING.startswith(out.read(len(BEGINNING))):
                 raise ValueError
-            done = 0, None
-        else:
-            record = json.loads(last)
-            done = int(record["line"]), str(record["crc"])
+            return 0, None, end
+        record = json.loads(last)
+        return int(record["line"]), str(record["crc"]), end
     except (ValueError, TypeError, KeyError, RecursionError):
         raise ScoringError(
             f"{target} exists and its last line is no record of a scoring run. Give another output, or --overwrite."
         ) from None
-    out.truncate(end)  # only now: somebody else's file stays as it was
-    return done
 
 
 def _last_line(file: BinaryIO, piece: int = 1 << 16) -> tuple[bytes | None, int]:

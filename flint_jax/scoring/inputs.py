@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,13 @@ def default_prefix(lm: LanguageModel) -> int | None:
     return min(config.eos_token_ids, default=None)
 
 
+def two(pair: Sequence, name: str) -> tuple[Any, Any]:
+    """(context, continuation) of a pair; ``name`` stands for it in the RequestError for what is none."""
+    if isinstance(pair, str | bytes | Mapping) or not hasattr(pair, "__len__") or len(pair) != 2:
+        raise RequestError(f"{name}: need (context, continuation), got {pair!r:.60}")
+    return tuple(pair)
+
+
 def encode_pair(
     lm: LanguageModel, context: Sequence[int] | str, continuation: Sequence[int] | str
 ) -> tuple[Sequence[int], Sequence[int]]:
@@ -33,7 +40,7 @@ def encode_pair(
     beyond the number of tokens of the context alone. An empty context stays empty. Raises RequestError for a mixture.
     """
     if isinstance(context, str) != isinstance(continuation, str):
-        if not len(context):  # "" or [] fits both
+        if isinstance(context, str | Sequence) and not context:  # "" or [] fits both
             return [], encode(lm, continuation, special=False)
         raise RequestError("context and continuation must both be text or both be token ids")
     if not isinstance(context, str):

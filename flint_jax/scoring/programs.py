@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, Int
 
 from flint_jax.cache import PAGE, PAGES_PER_BLOCK
 from flint_jax.config import FULL, FlintConfig
+from flint_jax.errors import RequestError
 from flint_jax.model import Flint
 from flint_jax.numerics import Numerics
 from pallas_kernels.sink_attention import reference as sink_attention
@@ -34,10 +35,28 @@ class Pages:
     v: Float[Array, "L P K page H"]
 
     @classmethod
-    def create(cls, config: FlintConfig, pages: int, dtype) -> Pages:
-        """Zeros."""
+    def create(cls, config: FlintConfig, pages: int, dtype, sharding: jax.sharding.Sharding | None = None) -> Pages:
+        """Zeros; where the weights are, by default on the default device."""
         shape = (config.num_hidden_layers, pages, config.num_key_value_heads, PAGE, config.head_dim)
-        return cls(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+        return cls(*(jnp.zeros(shape, dtype, device=sharding) for _ in "kv"))
+
+
+def place(leaves) -> jax.sharding.Sharding | None:
+    """Where a pool of pages belongs beside weights: whole on every device that holds some; None: the default device.
+
+    Raises RequestError for weights of no one mesh.
+    """
+    places = {leaf.sharding for leaf in leaves if isinstance(leaf, jax.Array) and leaf.committed}
+    single = {place for place in places if len(place.device_set) == 1}
+    if not places or (single == places and len(single) == 1):
+        return next(iter(single), None)
+    meshes = {place.mesh for place in places if isinstance(place, jax.sharding.NamedSharding)}
+    if len(meshes) != 1 or single:
+        raise RequestError(
+            f"the weights lie on {len({d for p in places for d in p.device_set})} devices without one common mesh; "
+            "load them with a NamedSharding of one mesh for every array (PartitionSpec() for those that stay whole)"
+        )
+    return jax.sharding.NamedSharding(meshes.pop(), jax.sharding.PartitionSpec())
 
 
 def page_bytes(config: FlintConfig, itemsize: int) -> int:
@@ -150,16 +169,31 @@ def _copy(pages: Pages, pairs):
 class Programs:
     """The jitted programs of one model."""
 
-    def __init__(self, merge, config: FlintConfig, *, tokens: int, widths: tuple[int, ...], top_k: int):
+    def __init__(
+        self,
+        merge,
+        config: FlintConfig,
+        *,
+        tokens: int,
+        widths: tuple[int, ...],
+        top_k: int,
+        sharding: jax.sharding.Sharding | None = None,
+    ):
+        """sharding: of the pages, see ``place``."""
+        self.sharding = sharding
         self.config, self.tokens = config, tokens
         self.rows = {width: tokens // width for width in widths}
         self.positions = positions_per_call(config.vocab_size, tokens)
         self.copies = max(self.rows.values())
+        # Said aloud, so that XLA does not find the pages another place, and every step but the first another program.
         self._run = {
-            width: jax.jit(functools.partial(_run, merge=merge, width=width), donate_argnums=1) for width in widths
+            width: jax.jit(
+                functools.partial(_run, merge=merge, width=width), donate_argnums=1, out_shardings=(sharding, None)
+            )
+            for width in widths
         }
         self._score = jax.jit(functools.partial(_score, merge=merge, top_k=top_k))
-        self._copy = jax.jit(_copy, donate_argnums=0)
+        self._copy = jax.jit(_copy, donate_argnums=0, out_shardings=sharding)
 
     def run(self, leaves, pages: Pages, rows: np.ndarray, width: int) -> tuple[Pages, Float[Array, "M D"]]:
         """One step; ``pages`` is donated."""

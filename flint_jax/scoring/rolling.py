@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from flint_jax.errors import RequestError
+
 
 class Window(NamedTuple):
     """Tokens begin .. end - 1 are read together; those from ``first`` on (index in the whole sequence) are scored."""
@@ -22,10 +24,11 @@ def windows(length: int, first: int, most: int, overlap: int = 1) -> list[Window
     every later one scores the next ``most`` - ``overlap`` + 1 tokens, and reads as many before them as fit. So the
     last window, which has fewer tokens to score, is moved back to be full.
 
-    Raises ValueError for numbers out of range.
+    Raises RequestError for numbers out of range.
     """
-    if not 1 <= first <= length or not 1 <= overlap <= most:
-        raise ValueError(f"windows({length}, {first}, {most}, {overlap}): need 1 <= first <= length, overlap <= most")
+    check_overlap(overlap, most)
+    if not 1 <= first <= length:
+        raise RequestError(f"first = {first!r:.60}: need 1 to {length}, the number of tokens", param="first")
     out: list[Window] = []
     at = first
     while at < length:
@@ -34,3 +37,11 @@ def windows(length: int, first: int, most: int, overlap: int = 1) -> list[Window
         out.append(Window(max(0, end - most - 1), at, end))
         at = end
     return out
+
+
+def check_overlap(overlap: int, most: int) -> None:
+    """Raise RequestError for an overlap that a window of ``most`` tokens cannot have."""
+    if isinstance(overlap, bool) or not isinstance(overlap, int) or not 1 <= overlap <= most:
+        raise RequestError(
+            f"overlap = {overlap!r:.60}: need a whole number from 1 to {most}, the tokens read at once", param="overlap"
+        )

@@ -11,7 +11,8 @@ import collections
 import dataclasses
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,8 +24,8 @@ from flint_jax.cache import PAGE, PAGES_PER_BLOCK
 from flint_jax.errors import RequestError
 from flint_jax.scoring import inputs, plan
 from flint_jax.scoring.inputs import LanguageModel, default_prefix, encode, encode_pair
-from flint_jax.scoring.programs import Pages, Programs, page_bytes
-from flint_jax.scoring.rolling import windows
+from flint_jax.scoring.programs import Pages, Programs, page_bytes, place
+from flint_jax.scoring.rolling import check_overlap, windows
 
 Item = tuple[np.ndarray, int]  # tokens int32 [n], index of the first one to score
 WIDTHS = (64, 16)
@@ -102,7 +103,8 @@ class Scorer:
         progress: bool = False,
     ):
         config = lm.config
-        tokens = tokens or (256 if jax.default_backend() == "cpu" else 4096)
+        if tokens is None:
+            tokens = 256 if jax.default_backend() == "cpu" else 4096
         _check("tokens", tokens, PAGE, 1 << 20)
         if tokens % PAGE:
             raise RequestError(f"tokens = {tokens}: need a multiple of {PAGE}", param="tokens")
@@ -110,10 +112,13 @@ class Scorer:
             _check("max_length", max_length, 1, lm.max_context)
         _check("top_k", top_k, 0, config.vocab_size)
         self.lm, self.config, self.progress, self.batch_invariant = lm, config, progress, batch_invariant
-        self.max_length = max_length or lm.max_context
-        self.prefix = default_prefix(lm) if prefix == "auto" else prefix
+        self.max_length = lm.max_context if max_length is None else max_length
+        self.prefix = default_prefix(lm) if isinstance(prefix, str) and prefix == "auto" else prefix
+        if self.prefix is not None:
+            _check("prefix", self.prefix, 0, config.vocab_size - 1)
         widths = WIDTHS[:1] if batch_invariant else WIDTHS
-        self.programs = Programs(lm._merge, config, tokens=tokens, widths=widths, top_k=top_k)
+        where = place(lm._leaves())
+        self.programs = Programs(lm._merge, config, tokens=tokens, widths=widths, top_k=top_k, sharding=where)
         self.top_k = top_k
         self.stats = Stats()
         self._lock = threading.Lock()
@@ -130,14 +135,14 @@ class Scorer:
         An empty context is replaced by the prefix token. Raises RequestError, naming the pair, when there is none, for
         ids outside the vocabulary, or when a pair is longer than ``max_length`` + 1 tokens (see ``score_long``).
         """
-        items = [self.pair_item(*pair, f"pair {i}") for i, pair in enumerate(pairs)]
+        items = [self.pair_item(*inputs.two(pair, f"pair {i}"), f"pair {i}") for i, pair in _listed(pairs)]
         return self.score_ids(items)
 
     def score_long(
         self, pairs: Iterable[tuple[Sequence[int] | str, Sequence[int] | str]], *, overlap: int = 1
     ) -> list[Score]:
         """``score`` for pairs of any length, read in windows of ``max_length`` tokens (see ``windows``)."""
-        items = [self.pair_item(*pair, f"pair {i}") for i, pair in enumerate(pairs)]
+        items = [self.pair_item(*inputs.two(pair, f"pair {i}"), f"pair {i}") for i, pair in _listed(pairs)]
         return self.score_ids(items, long=True, overlap=overlap)
 
     def score_texts(
@@ -147,7 +152,7 @@ class Scorer:
 
         prefix: token put before each text; without it a text's first token has no score.
         """
-        items = [self.text_item(text, prefix, f"text {i}") for i, text in enumerate(texts)]
+        items = [self.text_item(text, prefix, f"text {i}") for i, text in _listed(texts)]
         return self.score_ids(items, long=True, overlap=overlap, name="text")
 
     def warm_up(self) -> float:
@@ -169,8 +174,9 @@ class Scorer:
     ) -> list[Score]:
         """Scores of items (tokens int32 [n], checked; index of the first one to score). Entries before index 1 are 0.
 
-        Results hold n - index entries.
+        Results hold n - index entries. overlap: see ``windows``.
         """
+        check_overlap(overlap, self.max_length)
         tasks: dict[tuple[bytes, int], tuple[plan.Task, _Result]] = {}
         parts: list[list[tuple[plan.Task, _Result, int]]] = []  # per item: task, result, where its scores begin
         for i, (tokens, first) in enumerate(items):
@@ -286,13 +292,14 @@ class Scorer:
         itemsize = jnp.dtype(self.lm.model.numerics.dtype).itemsize
         size = pages * page_bytes(self.config, itemsize)
         self._pages, self._pool = None, 0
-        free = _free_bytes()
+        where = self.programs.sharding
+        free = _free_bytes(where.device_set if where else jax.devices()[:1])
         if free is not None and size > free:
             raise RequestError(
                 f"a page pool of {size / 2**30:.1f} GiB for sequences of {run} tokens does not fit: {free / 2**30:.1f} "
                 "GiB are free on the device. Give the scorer a smaller max_length (longer texts are read in windows)."
             )
-        self._pages = Pages.create(self.config, pages, self.lm.model.numerics.dtype)
+        self._pages = Pages.create(self.config, pages, self.lm.model.numerics.dtype, where)
         self._pool = pages
 
     # -- input -----------------------------------------------------------------------------------------------------
@@ -348,11 +355,19 @@ class _Result:
         )
 
 
+def _listed(many: Iterable) -> Iterable[tuple[int, Any]]:
+    """Numbered. One text alone would be taken for a list of its characters."""
+    if isinstance(many, str | bytes | Mapping) or not isinstance(many, Iterable):
+        raise RequestError(f"need a list of texts or of (context, continuation) pairs, got {many!r:.60}")
+    return enumerate(many)
+
+
 def _check(name: str, value: int, low: int, high: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         raise RequestError(f"{name} = {value!r}: need a whole number from {low} to {high}", param=name)
 
 
-def _free_bytes() -> int | None:
-    stats = jax.devices()[0].memory_stats()
-    return None if not stats else stats["bytes_limit"] - stats["bytes_in_use"]
+def _free_bytes(devices: Iterable[jax.Device]) -> int | None:
+    """Of the fullest device; None where nothing is known (CPU)."""
+    stats = [device.memory_stats() for device in devices]
+    return min((s["bytes_limit"] - s["bytes_in_use"] for s in stats if s), default=None)

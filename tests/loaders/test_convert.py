@@ -1,5 +1,6 @@
 """Conversion between the formats: bit-exact round trips, rounding where it must be, nothing half-written loads."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -19,8 +20,8 @@ from hypothesis import strategies as st
 
 import flint_jax
 import loaders
-from flint_jax.errors import CheckpointError, ConfigError, FlintError, TokenizerError
-from loaders import describe, export, gguf, orbax, safetensors, synthetic
+from flint_jax.errors import CheckpointError, ConfigError, FlintError, RequestError, TokenizerError
+from loaders import describe, export, gguf, orbax, partial, safetensors, synthetic, writers
 from loaders.convert import convert
 from loaders.convert import main as command
 from pallas_kernels import nvfp4
@@ -261,8 +262,11 @@ def test_a_killed_save_leaves_nothing_that_loads(tmp_path, published):
     assert (left / "weights").is_dir()
     with pytest.raises(CheckpointError, match="interrupted"):
         loaders.open_checkpoint(left)
+    (left / "more").write_text("of an interrupted save")
     convert(published, target)  # the next attempt clears what is left
     assert not left.exists()
+    assert not (target / "more").exists()
+    assert not (target / partial.MARK).exists()
     assert_same(tree(target), tree(published))
 
 
@@ -284,6 +288,106 @@ def test_an_interrupted_save_of_files_leaves_nothing_that_loads(tmp_path, monkey
     monkeypatch.undo()
     convert(published, tmp_path / name)
     assert tensors(tmp_path / name)
+
+
+@pytest.mark.parametrize("name", ["a", "a.gguf", "a.orbax"])
+@pytest.mark.parametrize("kind", ["file", "folder", "link", "other"])
+def test_a_partial_of_somebody_else_is_left_alone(tmp_path, published, name, kind):
+    """Before any weight is read, and byte for byte."""
+    part, other = tmp_path / f"{name}.partial", tmp_path / "precious"
+    if kind == "file":
+        part.write_bytes(b"precious")
+    elif kind == "link":
+        other.mkdir()
+        (other / "notes").write_text("precious")
+        part.symlink_to(other)
+    elif kind == "folder":
+        part.mkdir()
+        (part / "notes").write_text("precious")
+    else:  # what a save of the other kind leaves
+        _interrupted(partial.new_folder(tmp_path / name) if name == "a.gguf" else _file(tmp_path / name))
+    before = sorted((str(p), p.read_bytes() if p.is_file() else b"") for p in tmp_path.rglob("*"))
+    with pytest.raises(CheckpointError, match=rf"{name}.partial is in the way.* left as it is; move it"):
+        convert(published, tmp_path / name)
+    assert sorted((str(p), p.read_bytes() if p.is_file() else b"") for p in tmp_path.rglob("*")) == before
+
+
+def _file(path):
+    return partial.new_file(path, replace=False)
+
+
+def _interrupted(saving):
+    with contextlib.suppress(KeyboardInterrupt), saving:
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("name", ["a", "a.gguf"])
+def test_two_saves_of_one_name(tmp_path, published, name):
+    """The second is refused while the first runs; what appears under the name meanwhile stays."""
+    path = tmp_path / name
+    saving = partial.new_folder(path) if name == "a" else _file(path)
+    saving.__enter__()
+    with pytest.raises(CheckpointError, match=r"another process is writing .*partial; wait"):
+        convert(published, path)
+    path.write_text("precious")
+    with pytest.raises(CheckpointError, match=r"exists already.*What has been written is in .*partial"):
+        saving.__exit__(None, None, None)
+    assert path.read_text() == "precious"
+    with pytest.raises(CheckpointError, match="exists already"):
+        convert(published, path)
+    path.unlink()
+    path.symlink_to("nowhere")
+    with pytest.raises(CheckpointError, match="exists already"):
+        convert(published, path)
+    path.unlink()
+    (tmp_path / f"{name}.partial").rename(tmp_path / "moved")
+    empty = tmp_path / f"{name}.partial"
+    empty.touch() if name == "a.gguf" else empty.mkdir()  # of a save killed at once
+    convert(published, path)
+    assert tensors(path)
+    assert not empty.exists()
+
+
+def test_adapters_and_other_files_keep_to_the_same_rule(tmp_path):
+    (tmp_path / "x.safetensors.partial").write_bytes(b"precious")
+    values = writers.from_array("a", np.ones(3, np.float32))
+    with pytest.raises(CheckpointError, match="is in the way"):
+        writers.write_safetensors_file(tmp_path / "x.safetensors", [values], {})
+    for count in (3, 2):  # the second takes the place of the first
+        values = writers.from_array("a", np.ones(count, np.float32))
+        writers.write_safetensors_file(tmp_path / "y.safetensors", [values], {"k": "v"})
+        assert safetensors.open_safetensors(tmp_path / "y.safetensors").metadata == {"k": "v"}
+        assert tensors(tmp_path / "y.safetensors") == {"a": ("F32", (count,), np.ones(count, np.float32).tobytes())}
+
+
+def test_the_name_goes_through_every_pair_of_formats(tmp_path, published):
+    """What a GGUF calls general.name; a format that has none yet gives the name of its path."""
+    name = "Flïnt 40B, the second"
+    ckpt = loaders.open_checkpoint(published)
+    first = export.save_checkpoint(tmp_path / "first.gguf", ckpt.config, tree(published), name=name)
+    made = {"gguf": first}
+    for ending in ("orbax", "st"):
+        made[ending] = convert(first, tmp_path / f"first.{ending}")
+    for one, path in list(made.items()):
+        assert loaders.open_checkpoint(path).name == name
+        for other in ("gguf", "orbax", "st"):
+            made[one + other] = convert(path, tmp_path / f"{one}-{other}.{other}")
+            assert loaders.open_checkpoint(made[one + other]).name == name, (one, other)
+    assert reference_gguf.GGUFReader(made["orbaxgguf"]).get_field("general.name").contents() == name
+    assert gguf.read_metadata(made["stgguf"])["general.name"] == name
+    # Without one of its own.
+    assert ckpt.name == "model"
+    convert(published, tmp_path / "b.orbax")
+    assert loaders.open_checkpoint(convert(tmp_path / "b.orbax", tmp_path / "c.gguf")).name == "model"
+    for path, name in (("d.gguf", "d"), ("e.orbax", "e"), ("f-1.5", "f-1.5")):
+        export.save_checkpoint(tmp_path / path, ckpt.config, tree(published))
+        assert loaders.open_checkpoint(tmp_path / path).name == name
+    _edit(tmp_path / "e.orbax", "name", 3)  # as in a folder that was written before it had one
+    assert loaders.open_checkpoint(tmp_path / "e.orbax").name == "e.orbax"
+    hub = tmp_path / "models--owner--Flint-40B" / "snapshots" / "0123abcd"
+    hub.parent.mkdir(parents=True)
+    hub.symlink_to(published)
+    assert loaders.open_checkpoint(hub).name == "Flint-40B"
 
 
 @pytest.fixture(scope="module")
@@ -357,21 +461,63 @@ for plane in jax.tree.leaves(leaf):
     assert plane.sharding == where("expert_gate_up.", plane), plane.sharding
     assert {s.data.shape[1] * 2 for s in plane.addressable_shards} == {plane.shape[1]}
 assert len(lm.model.stacks["embed"].get_value().sharding.device_set) == 2
-np.save(sys.argv[2], np.asarray(lm.logits([[1, 2, 3, 4, 5]])))
+from flint_jax.compilations import watch
+scorer = flint_jax.Scorer(lm, tokens=128, max_length=128, batch_invariant=True)
+scorer.warm_up()
+compiled = watch()
+compiled.mark_ready()
+scores = scorer.score([([7] * 100, [1, 2]), ([7] * 100, [3, 4, 5]), ([1], [2])])
+assert compiled.after_ready == 0
+assert scorer._pages.k.sharding.is_fully_replicated and len(scorer._pages.k.sharding.device_set) == 2
+def odd(name, array):
+    return jax.sharding.SingleDeviceSharding(jax.devices()[1]) if name == "embed" else NamedSharding(mesh, P())
+try:
+    flint_jax.Scorer(flint_jax.load(sys.argv[1], dtype="float32", sharding=odd, progress=False))
+    raise AssertionError("weights of no one mesh")
+except flint_jax.RequestError as error:
+    assert "without one common mesh" in str(error)
+np.savez(sys.argv[2], logits=lm.logits([[1, 2, 3, 4, 5]]), scores=np.concatenate([s.logprobs for s in scores]))
 """
 
 
+def _deep():
+    """For arrays of five axes: there is none."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("x",))
+    return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, None, None, None, "x"))
+
+
 def test_an_orbax_folder_goes_straight_to_shards(tmp_path):
-    """Two CPU devices: half the experts on each, and the logits of one device."""
+    """Two CPU devices: half the experts on each, and the logits and scores of one device."""
     convert(PACKED, tmp_path / "a.orbax")
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2"
-    out = tmp_path / "logits.npy"
+    out = tmp_path / "found.npz"
     command = [sys.executable, "-c", _SHARDED, str(tmp_path / "a.orbax"), str(out)]
     env = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(command, env=env, timeout=300, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     lm = flint_jax.load(PACKED, dtype="float32", numerics="transformers", progress=False)
-    np.testing.assert_allclose(np.load(out), np.asarray(lm.logits([[1, 2, 3, 4, 5]])), atol=1e-4)
+    with np.load(out) as found:
+        np.testing.assert_allclose(found["logits"], np.asarray(lm.logits([[1, 2, 3, 4, 5]])), atol=1e-4)
+        scores = flint_jax.Scorer(lm, tokens=128, batch_invariant=True).score(
+            [([7] * 100, [1, 2]), ([7] * 100, [3, 4, 5]), ([1], [2])]
+        )
+        np.testing.assert_allclose(found["scores"], np.concatenate([s.logprobs for s in scores]), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("sharding", "text"),
+    [
+        ("x", "sharding = 'x': need a jax.sharding.Sharding"),
+        (3, "sharding = 3"),
+        (jax.sharding.PartitionSpec("x"), "or a function of"),
+        (jax.sharding.Mesh(np.array(jax.devices()[:1]), ("x",)), "sharding = Mesh.*need a jax.sharding.Sharding"),
+        (lambda name, array: None, "sharding gave None for embed"),
+        (_deep(), r"embed is \[448, 128\], which the sharding .* does not fit.*each array its own"),
+    ],
+)  # fmt: skip
+def test_shardings_that_are_none(saved, sharding, text):
+    with pytest.raises(RequestError, match=text):
+        flint_jax.load(saved, sharding=sharding, progress=False)
 
 
 @pytest.mark.oracle

@@ -57,6 +57,11 @@ def test_accumulation_is_the_whole_batch():
     assert float(whole["tokens"]) == 11 + 11 + 4 + 8
     jax.tree.map(lambda a, b: small.close(a, b, 1e-5), two.params, one.params)
     assert np.abs(np.asarray(one.params["o"] - weights()["o"])).max() > 1e-4
+    for count in (0, 1.5, True):
+        with pytest.raises(RequestError, match=f"accumulate = {count}: need a whole number, at least 1"):
+            train.make_step(train.full(CONFIG, F32), SGD, accumulate=count)
+        with pytest.raises(RequestError, match=f"every = {count}: need a whole number"):
+            train.fit(step(), None, [], every=count)
     with pytest.raises(RequestError, match="4 rows cannot be run in 3 equal parts"):
         train.make_step(train.full(CONFIG, F32), SGD, accumulate=3)(train.start(weights(), SGD), None, BATCH)
 
@@ -170,10 +175,27 @@ def test_new_adapters_change_nothing_and_misfits_are_refused(tmp_path):
         small.plain(Flint(CONFIG, lora.attach(frozen, adapters), F32)), small.plain(Flint(CONFIG, weights(), F32))
     )
     assert sum(np.abs(np.asarray(d)).min() == 0 for d in adapters.down.values()) == 0
-    with pytest.raises(RequestError, match="need names among"):
+    with pytest.raises(RequestError, match="names among"):
         lora.create(CONFIG, ("q_norm",))
-    with pytest.raises(RequestError, match="need at least 1"):
-        lora.create(CONFIG, rank=0)
+    for options, text in [
+        ({"rank": 0}, "rank = 0: need a whole number, at least 1"),
+        ({"rank": -2}, "rank = -2"),
+        ({"rank": 4.0}, "rank = 4.0: need a whole number"),
+        ({"rank": True}, "rank = True: need a whole number"),
+        ({"rank": "8"}, "rank = '8'"),
+        ({"alpha": float("nan")}, "alpha = nan: need a finite number"),
+        ({"alpha": "16"}, "alpha = '16'"),
+        ({"alpha": True}, "alpha = True"),
+        ({"seed": 0.5}, "seed = 0.5"),
+        ({"stacks": "qkv"}, "stacks = 'qkv': need a list of names among"),
+        ({"stacks": ()}, "need a list of names"),
+        ({"stacks": 3}, "stacks = 3"),
+        ({"stacks": ["qkv", ["o"]]}, "need a list of names"),
+    ]:
+        with pytest.raises(RequestError, match=text):
+            lora.create(CONFIG, **options)
+    with pytest.raises(RequestError, match="adapters are for qkv, and this model has no qkv"):
+        lora.attach({"o": frozen["o"]}, lora.create(CONFIG, ("qkv",), rank=np.int64(2)))
     fewer = frozen | {"expert_down": frozen["expert_down"][:, :7]}
     with pytest.raises(RequestError, match=r"the adapters of expert_down are for .*, this model has"):
         lora.merge(fewer, adapters)

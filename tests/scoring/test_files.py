@@ -229,14 +229,45 @@ def test_command(tmp_path, capsys):
     ("flags", "match"),
     [
         (["--prefix", "x"], "--prefix x"),
-        (["--input", "/nowhere"], "/nowhere"),
-        (["--max-length", "0"], "max_length = 0"),
+        (["--input", "nowhere"], "nowhere"),
+        (["--input", "folder"], "folder is no ordinary file"),
+        (["--output", "folder"], "folder is no ordinary file"),
+        (["--output", "/dev/null"], "/dev/null is no ordinary file"),
+        (["--output", "missing/out"], "missing: no such folder for the output out; make it first"),
+        (["--output", "in"], "in is the input and the output"),
+        (["--output", "in", "--overwrite"], "in is the input and the output"),
+        (["--output", "notes"], "notes exists and its last line is no record of a scoring run"),
+        (["--output", "locked"], "another process is writing locked"),
+        (["--max-length", "0"], "--max-length: 0: need a whole number from 1"),
+        (["--tokens", "0"], "--tokens: 0: need a multiple of 64 from 64"),
+        (["--tokens", "100"], "--tokens: 100: need a multiple of 64"),
+        (["--tokens", "x"], "--tokens: x: need a multiple of 64"),
+        (["--batch", "0"], "--batch: 0: need a whole number from 1"),
+        (["--top-k", "-1"], "--top-k: -1: need a whole number from 0"),
     ],
 )
-def test_command_refusals(flags, match, tmp_path, capsys):
-    arguments = ["--input", str(tmp_path / "a"), "--output", str(tmp_path / "b"), *flags]
-    assert main(["score", "--model", str(golden.FOLDER / "T1"), *arguments]) == 2
+def test_what_is_wrong_is_said_before_the_model_is_loaded(flags, match, tmp_path, capsys, monkeypatch):
+    """And no file is changed or made."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    for name, text in (("in", '{"text": [1, 2]}\n'), ("notes", "precious"), ("locked", "")):
+        (tmp_path / name).write_text(text)
+    before = {p.name: p.is_file() and p.read_text() for p in tmp_path.iterdir()}
+    monkeypatch.setattr("flint_jax.__main__._load", lambda args: pytest.fail("the model was loaded"))
+    with open(tmp_path / "locked") as other:
+        fcntl.flock(other, fcntl.LOCK_SH)
+        assert main(["score", "--input", "in", "--output", "out", *flags]) == 2
     assert match in capsys.readouterr().err
+    assert {p.name: p.is_file() and p.read_text() for p in tmp_path.iterdir()} == before
+
+
+def test_an_output_outlives_a_model_that_does_not_load(tmp_path, capsys):
+    (tmp_path / "in").write_text('{"text": [1, 2]}\n')
+    (tmp_path / "out").write_text("the scores of last week")
+    files = ["--input", str(tmp_path / "in"), "--output", str(tmp_path / "out"), "--overwrite"]
+    assert main(["score", "--model", str(tmp_path / "no.gguf"), *files]) == 2
+    assert "no.gguf" in capsys.readouterr().err
+    assert (tmp_path / "out").read_text() == "the scores of last week"
 
 
 def test_errors_are_the_users_to_mend():

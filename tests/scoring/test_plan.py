@@ -142,7 +142,14 @@ def test_windows_score_each_token_once_with_the_context_promised(length, first, 
 
 
 def test_windows_refuse_what_makes_no_sense():
-    with pytest.raises(ValueError, match="need 1 <= first"):
-        windows(5, 0, 4)
-    with pytest.raises(ValueError, match="overlap <= most"):
-        windows(5, 1, 4, 5)
+    for arguments, text in [
+        ((5, 0, 4), "first = 0: need 1 to 5"),
+        ((5, 6, 4), "first = 6: need 1 to 5"),
+        ((5, 1, 4, 5), "overlap = 5: need a whole number from 1 to 4, the tokens read at once"),
+        ((5, 1, 4, 0), "overlap = 0"),
+        ((5, 1, 4, -1), "overlap = -1"),
+        ((5, 1, 4, 2.0), "overlap = 2.0"),
+        ((5, 1, 4, True), "overlap = True"),
+    ]:
+        with pytest.raises(RequestError, match=text):
+            windows(*arguments)
