@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -13,6 +14,9 @@ ANY = "/(?s:.*)/"
 INTEGER = "/-?(0|[1-9][0-9]{0,17})/"  # at most 18 digits: fits 64 bits, and ends
 NUMBER = r"/-?(0|[1-9][0-9]{0,17})(\.[0-9]{1,17})?([eE][-+]?[0-9]{1,2})?/"
 WHITE = r"[ \n\r\t]{1,96}"  # between JSON tokens: enough for deep indentation, and a model cannot go on with it forever
+
+_DATA = frozenset({"const", "default", "enum", "example", "examples"})  # hold values, not schemas
+_LOOKS = re.compile(r"(?<!\\)(?:\\\\)*(?:\(\?<?[=!]|\\[1-9])")  # (?= (?! (?<= (?<! \1
 
 
 def literal(text: str) -> str:
@@ -32,11 +36,28 @@ def json_rule(schema: Any, *, lenient: bool = False) -> str:
     """
     if schema is True:
         schema = {}
+    if lenient:
+        schema = _without_look_around(schema)
     if isinstance(schema, Mapping):
         options = {"whitespace_pattern": WHITE, "coerce_one_of": True, "lenient": lenient}
         given = schema.get("x-guidance")
         schema = {**schema, "x-guidance": options | (given if isinstance(given, Mapping) else {})}
     return f"%json {json.dumps(schema)}"
+
+
+def _without_look_around(schema: Any) -> Any:
+    """The schema without patterns that look around or back, as the ones that Zod writes for e-mail addresses do: no
+    automaton can follow them. (A property may be called ``pattern``; its schema is no string.)
+    """
+    if isinstance(schema, list):
+        return [_without_look_around(s) for s in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    return {
+        k: v if k in _DATA else _without_look_around(v)
+        for k, v in schema.items()
+        if not (k == "pattern" and isinstance(v, str) and _LOOKS.search(v))
+    }
 
 
 class Rules:

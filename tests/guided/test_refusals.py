@@ -7,6 +7,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from flint_jax.errors import RequestError
+from flint_jax.guided.terms import json_rule
 from tests.guided.schemas import fits
 from tests.guided.walk import allowed, compiler, read, roll, structured, tool, wish
 
@@ -105,6 +106,31 @@ def test_unsupported_keywords_are_left_out_unless_strict():
     with pytest.raises(RequestError, match="uniqueItems") as caught:
         compiler()(wish(format=lenient))
     assert caught.value.param == "response_format"
+
+
+EMAIL = r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9]+\.)+[A-Za-z]{2,}$"  # of Zod
+
+
+@pytest.mark.parametrize("pattern", [EMAIL, "(?<=a)b", "(?<!a)b", r"(a|b)\1", r"\\(?=a)"])
+def test_a_pattern_that_looks_around_is_left_out_unless_strict(pattern):
+    schema = {"type": "object", "properties": {"pattern": {"type": "string", "pattern": pattern}}}
+    schema |= {"required": ["pattern"], "additionalProperties": False}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    out, ended = roll(wish(format=form), 0)
+    assert not ended or isinstance(json.loads(read(out).content)["pattern"], str)
+    nested = {"type": "object", "properties": {"a": {"type": "array", "items": schema}}, "required": ["a"]}
+    compiler()(wish(tool("f", nested), choice="required"))
+    form["json_schema"]["strict"] = True
+    with pytest.raises(RequestError, match="regex parse error"):
+        compiler()(wish(format=form))
+
+
+@pytest.mark.parametrize("pattern", ["^(?:a|b)$", r"\(\?=", "(?P<x>a)", r"\\\\1", "[(]?="])
+def test_other_patterns_stay(pattern):
+    schema = {"type": "string", "pattern": pattern}
+    assert json.loads(json_rule(schema, lenient=True).removeprefix("%json "))["pattern"] == pattern
+    kept = {"const": {"pattern": "(?=a)"}, "enum": [{"pattern": "(?=a)"}], "default": {"pattern": "(?=a)"}}
+    assert json.loads(json_rule(kept, lenient=True).removeprefix("%json ")).items() >= kept.items()
 
 
 _WORDS = (
