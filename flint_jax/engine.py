@@ -235,8 +235,9 @@ class Engine:
         if plan.decode:
             jobs = [self._jobs[r.id] for r in plan.decode]
             fast = sampling.fast_path(job.params for job in jobs)
-            tokens, logits = self.steps.decode([r.slot for r in plan.decode], fast)
-            self._expect(jobs, tokens, logits)
+            slots, held = [r.slot for r in plan.decode], self._held(jobs)
+            tokens, logits = self.steps.decode(slots, fast, peek=False) if held else self.steps.decode(slots, fast)
+            self._expect(jobs, tokens, logits, held)
         self._dispatching = False
         while self._late:
             self._do(self._late.popleft())
@@ -281,13 +282,16 @@ class Engine:
             if following:
                 job.prompt_scores.take(chunk.start, self.steps.score_prompt(following))
         if chunk.final:
-            self._expect([job], token, logits)
+            self._expect([job], token, logits, self._held([job]))
 
-    def _expect(self, jobs: Sequence[Job], tokens, logits) -> None:
-        """Results to come of a step; those of rows whose constraint may have a say are drawn again under it."""
-        rows = [(job, job.request.epoch) for job in jobs]
+    def _held(self, jobs: Sequence[Job]) -> set[str]:
+        """Ids of those whose constraint may have a say in the token of a step that is dispatched now."""
         unread = len(self._inflight)  # at most so many tokens of a row are on their way
-        held = {job.request.id for job in jobs if job.tracker is not None and job.tracker.free <= unread}
+        return {job.request.id for job in jobs if job.tracker is not None and job.tracker.free <= unread}
+
+    def _expect(self, jobs: Sequence[Job], tokens, logits, held: set[str]) -> None:
+        """Results to come of a step; held: see ``_held``, their tokens are subject to masks (tokens may be None)."""
+        rows = [(job, job.request.epoch) for job in jobs]
         if held:
             tokens = self._redraw(rows, held, tokens, logits)
         details = None
@@ -300,7 +304,7 @@ class Engine:
     def _redraw(self, rows: Sequence[tuple[Job, int]], held: set[str], tokens, logits):
         """While the device works on the step, learn the tokens before it and make the masks that follow from them.
 
-        held: ids of the requests that may need one.
+        held: ids of the requests that may need one. tokens: of the step, or None where nobody has looked yet.
         """
         slots = [job.request.slot for job, _ in rows]
         while any(job.request.id in held for result in self._inflight for job, _ in result.rows):
@@ -310,9 +314,9 @@ class Engine:
         for i, error in failed.items():
             self._finish(rows[i][0], rows[i][0].event(finish_reason="error", error=str(error), refused=True))
         if not chosen.any():
-            return tokens
-        fast = sampling.fast_path(job.params for (job, _), again in zip(rows, chosen, strict=False) if again)
-        return self.steps.redraw(slots, logits, allowed, chosen, fast)
+            return self.steps.peek(slots) if tokens is None else tokens
+        fast = sampling.fast_path(job.params for (job, _), masked in zip(rows, chosen, strict=False) if masked)
+        return self.steps.redraw(slots, logits, allowed, fast)
 
     @staticmethod
     def _waits(job: Job, epoch: int) -> bool:

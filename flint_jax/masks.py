@@ -46,7 +46,7 @@ def held(params: SamplingParams) -> SamplingParams:
 def of_step(trackers: Sequence[Tracker | None], batch: int, vocab: int) -> tuple[Any, Any, dict[int, FlintError]]:
     """(masks int32 [batch, words], rows that have one bool [batch], rows whose tracker failed) for a step's rows.
 
-    Each tracker has seen all tokens before the step's. One that is still free gets no mask.
+    Each tracker has seen all tokens before the step's. One that is still free gets no mask: all bits are set.
     """
     masks = np.full((batch, words(vocab)), -1, np.int32)
     chosen = np.zeros(batch, bool)
@@ -58,5 +58,5 @@ def of_step(trackers: Sequence[Tracker | None], batch: int, vocab: int) -> tuple
             tracker.fill(masks[i])
             chosen[i] = True
         except FlintError as error:
-            failed[i] = error
+            failed[i], masks[i] = error, -1
     return masks, chosen, failed

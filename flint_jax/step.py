@@ -139,20 +139,6 @@ def _decode(weights, state: State, scratch, tables, slots, *, merge, fast=False)
     return state, logits.reshape(scratch.shape)
 
 
-def _redraw(state: State, logits, rows, masks, chosen, *, fast=False):
-    """Draw again for the rows (int32 [B], as in ``_decode``) that ``chosen`` (bool [B]) names; see ``redraw``.
-
-    The rows chosen have just drawn: their position is that of the token to replace. Returns the last token of all rows.
-    """
-    total = state.token.shape[0]
-    safe = jnp.where(rows < total, rows, 0)
-    state = dataclasses.replace(state, sampling=redraw.undrawn(state.sampling, safe, state.token[safe], chosen))
-    settings, position = state.sampling.gather(safe), state.position[safe]
-    token = redraw.draw(logits, masks, settings, position, fast=fast)
-    state = _commit(state, settings, safe, token, position, chosen)
-    return state, state.token.at[rows].get(mode="clip")
-
-
 def _score(weights, hidden, targets, *, merge):
     return prompt_scores.score(merge(weights), hidden, targets, k=sampling.MAX_LOGPROBS)
 
@@ -222,7 +208,7 @@ class Steps:
         self._restore = jax.jit(snapshots.restore, donate_argnums=(0, 1))
         self._copy_page = jax.jit(snapshots.copy_page, donate_argnums=(0, 1))
         self._redraw = {
-            fast: jax.jit(functools.partial(_redraw, fast=fast), donate_argnums=0)
+            fast: jax.jit(functools.partial(redraw.redrawn, fast=fast), donate_argnums=(0, 1))
             for fast in ((False, True) if self.kernels else (False,))
         }
         self._score = jax.jit(_bind(_score, merge))
@@ -299,11 +285,10 @@ class Steps:
 
     def _lower_redraw(self, batch: int, fast: bool) -> jax.stages.Lowered:
         return self._redraw[fast].lower(
-            self.state,
+            *self._drawn(),
             jax.ShapeDtypeStruct((batch, self.config.vocab_size), jnp.float32),
             jax.ShapeDtypeStruct((batch,), jnp.int32),
             jax.ShapeDtypeStruct((batch, redraw.words(self.config.vocab_size)), jnp.int32),
-            jax.ShapeDtypeStruct((batch,), bool),
         )
 
     def _lower_score(self, chunk: int) -> jax.stages.Lowered:
@@ -364,13 +349,23 @@ class Steps:
         self.state, token, logits, self._hidden = run(self.weights, self.state, self.tables, padded, *where)
         return token, logits
 
-    def decode(self, slots: Sequence[int], fast: bool = False) -> tuple[Int[Array, " B"], Float[Array, "B V"]]:
+    def decode(
+        self, slots: Sequence[int], fast: bool = False, peek: bool = True
+    ) -> tuple[Int[Array, " B"] | None, Float[Array, "B V"]]:
         """One step of the given slots: (tokens, logits), padded to the bucket. The next step takes the logits' buffer.
 
-        fast: every request's sampling is within ``sampling.fast_path``; ignored without kernels.
+        fast: every request's sampling is within ``sampling.fast_path``; ignored without kernels. peek: False leaves out
+        the tokens, for whoever asks ``redraw`` or ``peek`` for them next; a program less to launch.
         """
         size = self.sizes.batch(len(slots))
-        return self._decode_rows(self._padded_rows(tuple(slots), size), size, fast and self.kernels)
+        logits = self._decode_rows(self._padded_rows(tuple(slots), size), size, fast and self.kernels)
+        return self.peek(slots) if peek else None, logits
+
+    def peek(self, slots: Sequence[int]) -> Int[Array, " B"]:
+        """The tokens that the given slots drew last, padded to the bucket."""
+        size = self.sizes.batch(len(slots))
+        run = self._compiled.get(("peek", size), self._peek)
+        return run(self.state.progress, self._padded_rows(tuple(slots), size))
 
     def _decode_rows(self, rows: Int[Array, " B"], size: int, fast: bool):
         scratch = self._scratch.pop(size, None)
@@ -379,27 +374,29 @@ class Steps:
         run = self._compiled.get(("fast" if fast else "decode", size), self._decode[fast])
         self.state, logits = run(self.weights, self.state, scratch, self.tables, rows)
         self._scratch[size] = logits
-        peek = self._compiled.get(("peek", size), self._peek)
-        return peek(self.state.progress, rows), logits
+        return logits
 
     def redraw(
-        self,
-        slots: Sequence[int],
-        logits: Float[Array, "B V"],
-        masks: np.ndarray,
-        chosen: np.ndarray,
-        fast: bool = False,
+        self, slots: Sequence[int], logits: Float[Array, "B V"], masks: np.ndarray, fast: bool = False
     ) -> Int[Array, " B"]:
         """Replace the tokens that the last step drew for some of its slots; the tokens of all of them.
 
-        slots, logits: of that step, a decode or a final chunk. masks: int32 [B, words], the tokens that may be drawn;
-        chosen: bool [B], the rows to draw again; B is the padded batch. fast: as in ``decode``, for the rows chosen.
+        slots, logits: of that step, a decode or a final chunk. masks: int32 [B, words], the tokens that may be drawn
+        (B is the padded batch); a token that is not among them is drawn again. fast: as in ``decode``, for the rows
+        that have a mask.
         """
         fast = fast and self.kernels
         size = logits.shape[0]
         run = self._compiled.get(("refast" if fast else "redraw", size), self._redraw[fast])
-        self.state, tokens = run(self.state, logits, self._padded_rows(tuple(slots), size), masks, chosen)
+        counts, progress, tokens = run(*self._drawn(), logits, self._padded_rows(tuple(slots), size), masks)
+        moved = dataclasses.replace(self.state.sampling, out_count=counts)
+        self.state = dataclasses.replace(self.state, sampling=moved, progress=progress)
         return tokens
+
+    def _drawn(self) -> tuple[Array, Array, SlotSampling]:
+        """What ``redraw.redrawn`` reads of the state, the parts that it changes first: the host pays per leaf."""
+        sampled = self.state.sampling
+        return sampled.out_count, self.state.progress, dataclasses.replace(sampled, out_count=None)
 
     def score_prompt(self, following: Sequence[int]) -> tuple[Array, Array, Array, Array]:
         """Log-probabilities of the tokens that follow each position of the chunk prefilled last, as ``logprobs`` has

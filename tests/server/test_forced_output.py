@@ -182,7 +182,7 @@ def test_a_token_drawn_again_counts_once(steps):
     mask = np.zeros((1, 16), np.int32)
     mask[0, 3] = 1 << 9
     for _ in range(2):  # however often
-        assert steps.redraw([1], logits, mask, np.ones(1, bool)).tolist() == [3 * 32 + 9]
+        assert steps.redraw([1], logits, mask).tolist() == [3 * 32 + 9]
         state = steps.state.sampling
         assert (int(state.generated[1]), int(state.out_count[1].sum())) == (1, 1)
         assert int(state.out_count[1, 105]) == 1
@@ -250,7 +250,7 @@ def test_a_thought_ends_with_its_budget_and_costs_nothing_else(engine, monkeypat
     """Each thought is what it would be without a budget, up to its last token; one mask a request closes it."""
     again, waits = [], []
     redraw, hold = engine.steps.redraw, Engine._redraw
-    monkeypatch.setattr(engine.steps, "redraw", lambda *a: again.append(int(a[3].sum())) or redraw(*a))
+    monkeypatch.setattr(engine.steps, "redraw", lambda *a: again.append(int((a[2] != -1).any(1).sum())) or redraw(*a))
     monkeypatch.setattr(Engine, "_redraw", lambda self, *a: waits.append(a[1]) or hold(self, *a))
     never = FREE.replace(logit_bias={END: -100.0, CALL: -100.0})  # left alone, these thoughts do not end
     free = ((9, 10, 11, 12), FREE.replace(seed=1), {})
