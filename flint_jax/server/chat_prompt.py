@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flint_jax import chat
+from flint_jax.errors import RequestError
 from flint_jax.grammar import State, start_state, thinking_enabled
 from flint_jax.server.body import Fields, kind_of
 from flint_jax.server.errors import bad_request
@@ -95,7 +96,12 @@ async def render(conversation: Conversation, served: ServedModel, settings: Serv
             prompt = close_thought(served.tokenizer, served.template, prompt, begins_turn=begins)
         return Prompt(prompt.ids, start_state(prompt.text), thinking)
 
-    prompt = await off_loop(_size(conversation.messages) + _size(conversation.tools), work)
+    try:
+        prompt = await off_loop(_size(conversation.messages) + _size(conversation.tools), work)
+    except RequestError as e:
+        if (e.param or "").startswith("messages") and conversation.param != "messages":
+            raise bad_request(str(e), conversation.param, e.code) from None  # the client sent no messages
+        raise
     if not prompt.ids:
         raise bad_request(f"{conversation.param} gives an empty prompt", conversation.param)
     return prompt

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from flint_jax.chat import ChatTemplate
 from flint_jax.errors import ConfigError, FlintError
 from flint_jax.server.flags import ModelSettings, main_parse
 from flint_jax.server.run import StartError, address, bind, one_line, serve
@@ -69,7 +70,6 @@ def load(settings: ModelSettings, progress: Callable[[str], None]) -> ServedMode
     progress("importing jax")
     from flint_jax import compilations, compile_cache, memory, sampling
     from flint_jax import lm as loading
-    from flint_jax.chat import ChatTemplate
 
     counted = compilations.watch()
     compile_cache.enable()

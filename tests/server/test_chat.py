@@ -275,10 +275,14 @@ def test_contents_that_are_normal_in_a_history(server, content):
 
 
 def test_template_refusal_is_quoted():
+    """In every protocol, and about the field that the conversation came in."""
     with running(template="{{ raise_exception('turns must alternate') }}") as server:
-        response = server.chat()
-        assert response.status_code == 400
-        assert "turns must alternate" in response.json()["error"]["message"]
+        routes = (("/v1/chat/completions", "messages", "messages"), ("/v1/responses", "input", "input"))
+        for path, field, param in (*routes, ("/v1/messages", "messages", None), ("/tokenize", "messages", "messages")):
+            response = server.post(path, {field: HELLO})
+            error = response.json()["error"]
+            assert (response.status_code, error.get("param")) == (400, param)
+            assert "turns must alternate" in error["message"]
 
 
 def test_without_a_template_chat_is_refused_and_completions_work():

@@ -174,6 +174,12 @@ def test_damaged_checkpoint_never_opens_the_port(capsys, tmp_path):
         assert "cut.gguf" in refusal(capsys, str(cut), "--port", str(taken.getsockname()[1]))
 
 
+def test_a_broken_template_never_opens_the_port(capsys):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        line = refusal(capsys, "--chat-template", "{% if x %}", "--port", str(taken.getsockname()[1]))
+    assert "the chat template does not compile: line 1: " in line
+
+
 def test_serve_py_leaves_with_the_code():
     for argv, words in (
         (["--max-model-length", "5"], "unknown flag --max-model-length; did you mean --max-model-len?"),
