@@ -52,10 +52,13 @@ def _show_log(level: str) -> None:
 
 
 def check_path(model: ModelSettings) -> None:
-    """Read the headers of a local checkpoint, so that a wrong or damaged one is refused before the port opens.
+    """Read the headers of a local checkpoint, so that a wrong or damaged one is refused before the port opens; for the
+    same reason compile a template of the command line.
 
     Raises StartError or FlintError.
     """
+    if model.chat_template is not None:
+        ChatTemplate(model.chat_template)
     from loaders import embedded_checkpoint, open_checkpoint
 
     path = embedded_checkpoint() if model.model is None else Path(model.model).expanduser()
