@@ -3,11 +3,14 @@
 import json
 import re
 import shutil
+import sys
+import threading
 from pathlib import Path
 
 import gguf
 import pytest
 
+import loaders.tokenizer
 from flint_jax.errors import TokenizerError
 from loaders.tokenizer import PRE_TOKENIZERS, Tokenizer, byte_alphabet, load_tokenizer
 
@@ -70,6 +73,46 @@ def test_plain_encoding_has_no_control_tokens(tok):
     assert max(ids) < 483
     assert tok.decode(ids) == text
     assert tok.encode("<|user|>") == [487]
+
+
+LONG = "Zürich <|user|> 北京 one two\n<think>" * 6000  # 200,000 characters
+
+
+def test_a_long_text_is_encoded_as_a_short_one_is(tok):
+    once, many = LONG[: len(LONG) // 6000], len(LONG) // (len(LONG) // 6000)
+    assert len(LONG) > 40 * loaders.tokenizer._LONG
+    assert tok.encode(LONG) == tok.encode(once) * many
+    assert tok.encode(LONG, special=False) == tok._plain.encode(LONG, add_special_tokens=False).ids
+    assert tok.pieces(LONG) == tok.pieces(once) * many
+
+
+@pytest.mark.parametrize("method", ["encode", "pieces"])
+def test_other_threads_run_while_a_long_text_is_encoded(tok, method, monkeypatch):
+    """Else every stream of a server stands still while one long prompt is read."""
+    inside, turns, told = False, 0, []
+
+    class Watched:
+        def __getattr__(self, name):
+            def call(*args, **options):
+                nonlocal inside
+                inside = True
+                encoded = getattr(full, name)(*args, **options)
+                inside = False
+                told.append(turns)
+                return encoded
+
+            return call
+
+    full = tok._full
+    monkeypatch.setattr(tok, "_full", Watched())
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)  # what a thread may get in before the call: not many turns
+    worker = threading.Thread(target=getattr(tok, method), args=(LONG,))
+    worker.start()
+    while worker.is_alive():
+        turns += inside
+    sys.setswitchinterval(before)
+    assert told[0] > 50_000
 
 
 def test_every_byte_token_is_its_byte(tok):
