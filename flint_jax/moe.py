@@ -125,9 +125,10 @@ def _everywhere(x, ids, gate_up, down, numerics) -> Float[Array, "M A D"]:
     """Every expert of the layer [E, ...] on every token, then the chosen ones."""
     act = _activate(jax.vmap(lambda w: project(x, w))(gate_up), numerics)
     y = numerics.round(jax.vmap(project)(act, down))
-    chosen = jax.nn.one_hot(ids, y.shape[0], dtype=y.dtype)
-    # One factor is 1, the others 0: exact in any dtype.
-    return numerics.round(jnp.einsum("mae,emd->mad", chosen, y, preferred_element_type=jnp.float32))
+    # A sum with one term that is not 0: exact in any dtype, and one pass over y where a product would transpose it.
+    number = jnp.arange(y.shape[0], dtype=ids.dtype)[:, None, None]
+    picked = [jnp.where(number == ids[None, :, rank, None], y, 0).sum(0) for rank in range(ids.shape[1])]
+    return jnp.stack(picked, axis=1)
 
 
 def _blocked(x, ids, gate_up, down, numerics, per_layer) -> Float[Array, "M A D"]:

@@ -13,7 +13,7 @@ from flint_jax import evals
 from flint_jax.evals import TRAIN, Item
 
 # How often each family is drawn; look-ups in short records are among them, long ones fill rows of their own.
-MIX = {"arithmetic": 24, "lists": 12, "tools": 26, "results": 8, "record": 14, "memory": 8, "telling": 2, "talk": 6}
+MIX = {"arithmetic": 24, "lists": 12, "tools": 26, "results": 8, "record": 30, "memory": 8, "telling": 2, "talk": 6}
 SYSTEM = (
     "You are a helpful assistant.",
     "You are Flint.",
@@ -30,7 +30,8 @@ def exercise(rng: random.Random, family: str | None = None) -> Item:
     """One training item of the mix; one in six begins with a system message, which changes nothing."""
     family = family or rng.choices(tuple(MIX), MIX.values())[0]
     if family == "record":
-        item = evals.record(rng, TRAIN, rng.randint(1, 24), asked=rng.choice((1, 1, 2, 4)))
+        lines = rng.choice((1, 2, 2, 3, 4, 6, 8, 12, 16, 24, 32))
+        item = evals.record(rng, TRAIN, lines, asked=rng.choice((1, 2, lines)))
     else:
         made = {"tools": evals.call, "results": evals.result}.get(family) or getattr(evals, family)
         item = made(rng, TRAIN)
@@ -132,4 +133,4 @@ def _record_of(rng: random.Random, tokens: int) -> Item:
     """A record of up to about ``tokens`` tokens (12 to 15 a line), many of its lines asked for."""
     most = max(2, tokens // 15)
     lines = rng.randint(most // 3, most)
-    return evals.record(rng, TRAIN, lines, asked=rng.choice((1, 4, 8, 12)))
+    return evals.record(rng, TRAIN, lines, asked=rng.choice((4, 8, 16, 24)))

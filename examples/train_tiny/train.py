@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+import loaders
 from examples.train_tiny import check as checking
 from examples.train_tiny import model, tokenizer, write
 from examples.train_tiny.data import Encoder
@@ -26,7 +27,7 @@ from flint_jax.evals import suite
 from flint_jax.numerics import Numerics
 from flint_jax.research import quantisation, train
 from loaders.tokenizer import load_tokenizer
-from loaders.vocabulary import EMBEDDED
+from loaders.vocabulary import EMBEDDED, Vocabulary, of_merges
 
 
 def arguments() -> argparse.Namespace:
@@ -36,15 +37,20 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=480, help="how long to train, compiling not counted")
     parser.add_argument("--steps", type=int, default=1 << 30, help="end earlier, after this many steps")
     parser.add_argument("--tokens", type=int, default=65536, help="tokens of a step")
-    parser.add_argument("--short", type=int, default=1024, help="length of ordinary rows")
+    parser.add_argument("--short", type=int, default=768, help="length of ordinary rows")
     parser.add_argument("--long", type=int, default=4096, help="length of rows with a long record")
     parser.add_argument("--rate", type=float, default=3e-3, help="highest learning rate")
     parser.add_argument("--optimizer", choices=("muon", "adamw"), default="muon")
-    parser.add_argument("--processes", type=int, default=14, help="processes that make rows")
-    parser.add_argument("--items", type=int, default=64, help="held-out items of each family in a check")
+    parser.add_argument("--processes", type=int, default=12, help="processes that make rows")
+    parser.add_argument("--items", type=int, default=64, help="held-out items of each family in a check; 0: no checks")
     parser.add_argument("--every", type=float, default=60, help="seconds between checks")
+    parser.add_argument("--resume", type=Path, help="go on from these weights: the flint-tiny folder of an earlier run")
     parser.add_argument("--seed", type=int, default=0)
-    return parser.parse_args()
+    args = parser.parse_args()
+    taken = [path for path in write.targets(args.out) if path.exists()]
+    if taken:
+        parser.error(f"{taken[0]} exists; remove it or give another folder")
+    return args
 
 
 class Schedule:
@@ -61,7 +67,7 @@ class Schedule:
 
     def long(self, gone: float) -> float:
         """How many of the steps use long rows."""
-        return 0.0 if gone < 0.2 else 0.3
+        return 0.0 if gone < 0.3 else 0.3
 
     def quantised(self, gone: float, step: int) -> float:
         """Share of quantisation of a step: in the last third two steps of three."""
@@ -74,6 +80,9 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     template = ChatTemplate((EMBEDDED / "chat_template.jinja").read_text(encoding="utf-8"))
     vocabulary = tokenizer.train(template)
+    start = None
+    if args.resume:
+        start, vocabulary = resumed(args.resume)
     config = model.config(len(vocabulary.tokens))
     folder = args.out / "tokenizer"
     folder.mkdir(exist_ok=True)
@@ -88,37 +97,49 @@ def main() -> None:
         ),
     }
     try:
-        params = run(args, config, encoder, sources)
+        params = run(args, config, encoder, sources, start)
     finally:
         for source in sources.values():
             source.close()
     write.checkpoints(args.out, config, {name: np.asarray(value) for name, value in params.items()}, vocabulary)
 
 
-def run(args, config, encoder, sources) -> dict:
+def resumed(folder: Path) -> tuple[dict, Vocabulary]:
+    """Float32 weights and the vocabulary of an earlier run's flint-tiny folder."""
+    merges = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))["model"]["merges"]
+    checkpoint = loaders.open_checkpoint(folder)
+    weights = loaders.load_weights(checkpoint, dtype="float32", progress=False)
+    return weights, of_merges(tuple(map(tuple, merges)), checkpoint.config.vocab_size)
+
+
+def run(args, config, encoder, sources, start) -> dict:
     """The training run; returns the weights, float32."""
     numerics = Numerics("serving", "bfloat16")
     build = quantisation.aware(train.full(config, numerics), config)
     optimizer = optax.inject_hyperparams(functools.partial(_optimizer, kind=args.optimizer))(rate=0.0)
-    state = train.start(train.initial_weights(config, args.seed, std=0.04), optimizer)
+    state = train.start(start or train.initial_weights(config, args.seed, std=0.04), optimizer)
     print(f"{config.num_parameters:,} weights on {jax.devices()[0].device_kind}", flush=True)
     begin = time.monotonic()
     steps, check = _compile(args, build, optimizer, state)
     print(f"compiled in {time.monotonic() - begin:.0f} s", flush=True)
-    asked = suite.items(suite.NAMES, args.items, length=lambda item: len(encoder(item)[0]), seed=1)
-    groups = list(checking.batches(encoder, asked, args.long, 16))
+    groups = []
+    if check:
+        asked = suite.items(suite.NAMES, args.items, length=lambda item: len(encoder(item)[0]), seed=1)
+        groups = list(checking.batches(encoder, asked, args.long, 16))
     schedule = Schedule(args.rate)
     feeds = {length: iter(source) for length, source in sources.items()}
     log = open(args.out / "log.jsonl", "w", encoding="utf-8")  # noqa: SIM115
     rng = np.random.default_rng(args.seed)
     begin = checked = time.monotonic()
-    n, tokens, late = 0, 0, None
+    n, tokens, late, waited = 0, 0, None, 0.0
     while True:
         gone = max((time.monotonic() - begin) / args.seconds, n / args.steps)
         if gone >= 1:
             break
         length = args.long if rng.random() < schedule.long(gone) else args.short
+        asked_at = time.monotonic()
         batch = _batch(*next(feeds[length]), rng)
+        waited += time.monotonic() - asked_at
         state.optimizer.hyperparams["rate"] = jnp.float32(schedule.rate(gone))
         state, metrics = steps[length](state, jnp.float32(schedule.quantised(gone, n)), batch)
         n, tokens = n + 1, tokens + args.tokens
@@ -126,13 +147,14 @@ def run(args, config, encoder, sources) -> dict:
             if late is not None:
                 seconds = time.monotonic() - begin
                 line = {k: round(float(v), 4) for k, v in late.items()}
-                print(f"{seconds:6.0f} s step {n} {tokens / seconds / 1e6:.2f} Mtok/s {line}", flush=True)
+                rate = tokens / seconds / 1e6
+                print(f"{seconds:6.0f} s step {n} {rate:.2f} Mtok/s, waited {waited:.0f} s for rows {line}", flush=True)
                 log.write(json.dumps({"step": n, "seconds": seconds, **line}) + "\n")
             late = metrics | {"length": length}
-        if time.monotonic() - checked > args.every:
+        if check and time.monotonic() - checked > args.every:
             checked = time.monotonic()
             _report(checking.scores(check, state.params, jnp.float32(0), encoder, groups), log, n, "bf16")
-    for name, share in (("bf16", 0.0), ("nvfp4", 1.0)):
+    for name, share in (("bf16", 0.0), ("nvfp4", 1.0)) if check else ():
         last = checking.scores(check, state.params, jnp.float32(share), encoder, groups)
         _report(last, log, n, name)
     log.close()
@@ -192,10 +214,12 @@ def _compile(args, build, optimizer, state):
     jobs = {
         length: (lambda length=length: step.lower(state, share, batch(length))) for length in (args.short, args.long)
     }
-    jobs["check"] = lambda: checking.make_check(build).lower(state.params, share, *ints)
+    if args.items:
+        jobs["check"] = lambda: checking.make_check(build).lower(state.params, share, *ints)
     with concurrent.futures.ThreadPoolExecutor(len(jobs)) as pool:
         made = dict(zip(jobs, pool.map(lambda job: job().compile(), jobs.values()), strict=True))
-    return made, made.pop("check")
+    check = made.pop("check", None)
+    return made, check
 
 
 def _report(scores: dict[str, tuple[int, int]], log, step: int, name: str) -> None:

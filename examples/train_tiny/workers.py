@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import queue
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+
+DEPTH = 200  # batches made ahead (0.5 MB each): most of a minute, while the device still compiles
 
 
 def _work(folder: str, length: int, rows: int, seed: int, long: bool, out) -> None:
@@ -16,6 +19,7 @@ def _work(folder: str, length: int, rows: int, seed: int, long: bool, out) -> No
     from flint_jax.chat import ChatTemplate
     from loaders.tokenizer import load_tokenizer
 
+    os.nice(5)  # the process that feeds the device comes first
     tokenizer = load_tokenizer(Path(folder))
     made = make_rows(Encoder(tokenizer, ChatTemplate.from_tokenizer(tokenizer)), length, seed, long)
     while True:
@@ -31,7 +35,7 @@ class Rows:
 
     def __init__(self, folder: Path, length: int, rows: int, processes: int, *, seed: int = 0, long: bool = False):
         context = multiprocessing.get_context("spawn")
-        self._queue = context.Queue(maxsize=2 * processes)
+        self._queue = context.Queue(maxsize=DEPTH)
         self._processes = [
             context.Process(
                 target=_work,

@@ -19,13 +19,19 @@ from loaders.vocabulary import Vocabulary
 NAME = "flint-tiny"
 
 
+def targets(out: Path) -> tuple[Path, Path]:
+    """What ``checkpoints`` writes."""
+    return out / NAME, out / f"{NAME}-NVFP4.gguf"
+
+
 def checkpoints(out: Path, config: FlintConfig, weights: dict[str, np.ndarray], vocabulary: Vocabulary) -> None:
     """Write OUT/flint-tiny and OUT/flint-tiny-NVFP4.gguf from float32 stacks."""
     config = dataclasses.replace(config, eos_token_ids=tuple(vocabulary.eos_ids), pad_token_id=vocabulary.eos_ids[0])
     narrow = {name: np.asarray(value).astype(ml_dtypes.bfloat16) for name, value in weights.items()}
     folder = out / "tokenizer"
+    folder_to, packed = targets(out)
     target = export.write(
-        out / NAME,
+        folder_to,
         config,
         TreeWeights(narrow),
         to="safetensors",
@@ -35,4 +41,4 @@ def checkpoints(out: Path, config: FlintConfig, weights: dict[str, np.ndarray], 
         tokenizer=load_tokenizer(folder),
         tokenizer_folder=folder,
     )
-    convert(target, out / f"{NAME}-NVFP4.gguf", weight_format="nvfp4")
+    convert(target, packed, weight_format="nvfp4")

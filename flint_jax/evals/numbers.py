@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import random
 
-from flint_jax.evals.item import Item, choose, draw, user
-from flint_jax.evals.words import COMMON
+from flint_jax.evals.item import TRAIN, Item, choose, draw, user
+from flint_jax.evals.words import COMMON, around, wrapped
 
 _ASK = (
     "What is {}?",
@@ -21,6 +21,15 @@ _ASK = (
     "Work out {}, please.",
     "Can you tell me what {} is?",
 )
+
+
+def _asked(rng: random.Random, split: str) -> str:
+    """One of the questions; in training also any words with the sum among them."""
+    if split == TRAIN and rng.random() < 0.3:
+        end = rng.choice(("", f" {around(rng, rng.randint(1, 2))}"))
+        text = f"{around(rng, rng.randint(0, 5))} {{}}{end}{rng.choice('.?')}".strip()
+        return text[0].upper() + text[1:]
+    return choose(rng, split, _ASK, 2)
 
 
 def arithmetic(rng: random.Random, split: str) -> Item:
@@ -42,7 +51,7 @@ def arithmetic(rng: random.Random, split: str) -> Item:
         "subtract": ("-", a - b, _subtract),
         "multiply": ("*", a * b, _multiply),
     }[kind]
-    question = choose(rng, split, _ASK, 2).format(f"{a} {sign} {b}")
+    question = wrapped(rng, split, _asked(rng, split).format(f"{a} {sign} {b}"))
     thought = columns(a, b) if thinking else ""
     return Item("arithmetic", kind, (user(question),), str(result), thought, thinking=thinking)
 
@@ -80,15 +89,51 @@ def _multiply(a: int, b: int) -> str:
 
 _PLACES = ("first", "second", "third", "fourth", "fifth", "sixth")
 _LIST_ASK = {
-    "reverse": ("Reverse this list: {}.", "Write this list backwards: {}.", "Give me these in reverse order: {}."),
-    "sort": ("Sort these numbers: {}.", "Put these numbers in order: {}.", "Order these from small to large: {}."),
-    "count": ("How many words are in this list: {}?", "Count these words: {}.", "What is the length of this list: {}?"),
+    "reverse": (
+        "Reverse this list: {}.",
+        "Write this list backwards: {}.",
+        "Reverse the order of {}.",
+        "Reverse these: {}.",
+        "Now in reverse: {}.",
+        "The reverse of {}, please.",
+        "Turn this list around: {}.",
+        "Give me these in reverse order: {}.",
+    ),
+    "sort": (
+        "Sort these numbers: {}.",
+        "Put these numbers in order: {}.",
+        "Order these: {}.",
+        "Sort {}.",
+        "Write these from small to large: {}.",
+        "Sort these from small to large: {}.",
+        "What is the order of these numbers: {}?",
+        "Order these from small to large: {}.",
+    ),
+    "count": (
+        "How many words are in this list: {}?",
+        "Count these words: {}.",
+        "How long is this list: {}?",
+        "The length of this list, please: {}.",
+        "What is the number of words in this list: {}?",
+        "How many words do you see: {}?",
+        "Tell me the length of {}.",
+        "What is the length of this list: {}?",
+    ),
     "pick": (
         "What is the {place} word of this list: {}?",
         "Name the {place} word: {}.",
+        "What is the {place} word: {}?",
+        "The {place} word of {}, please.",
+        "Tell me the {place} word of this list: {}.",
         "Which word is {place} in: {}?",
     ),
-    "largest": ("What is the largest of {}?", "Which number is the largest: {}?", "Find the largest number: {}."),
+    "largest": (
+        "What is the largest of {}?",
+        "Which number is the largest: {}?",
+        "What is the largest number: {}?",
+        "The largest of {}, please.",
+        "Find the largest number: {}.",
+    ),
 }
 
 
@@ -106,6 +151,7 @@ def lists(rng: random.Random, split: str) -> Item:
     place = rng.randrange(len(entries))
     shown = ", ".join(map(str, entries))
     question = choose(rng, split, _LIST_ASK[kind]).format(shown, place=_PLACES[place])
+    question = wrapped(rng, split, question, closing=False)  # behind a list it would be one more entry
     numbered = ", ".join(f"{i} {e}" for i, e in enumerate(entries, 1))
     answer, thought = {
         "reverse": (", ".join(map(str, entries[::-1])), f"In order: {numbered}. From {len(entries)} to 1."),

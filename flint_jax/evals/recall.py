@@ -4,27 +4,38 @@ from __future__ import annotations
 
 import random
 
-from flint_jax.evals.item import Item, assistant, choose, user
+from flint_jax.evals.item import TRAIN, Item, assistant, choose, user
 from flint_jax.evals.numbers import arithmetic, lists
 from flint_jax.evals.talk import talk
-from flint_jax.evals.words import invented, listed, name, several
+from flint_jax.evals.words import COMMON, NAMES, invented, listed, name, several, wrapped
 
 _FIELDS = ("code", "number", "locker", "room", "badge")
 _LINES = ("The {f} of {k} is {v}.", "{k} has {f} {v}.", "{f} of {k}: {v}.", "For {k} the {f} is {v}.")
-_ASK = ("What is the {f} of {k}?", "Tell me the {f} of {k}.", "Which {f} does {k} have?", "I need the {f} of {k}.")
+_ASK = (
+    "What is the {f} of {k}?",
+    "The {f} of {k}?",
+    "And the {f} of {k}?",
+    "{k}?",
+    "Find the {f} of {k}.",
+    "Tell me the {f} of {k}.",
+    "Which {f} does {k} have?",
+    "I need the {f} of {k}.",
+)
 _ASK_MANY = ("What are the {f}s of {k}?", "Give me the {f}s of {k}.", "List the {f}s of {k}.")
 
 
 def record(rng: random.Random, split: str, lines: int, *, asked: int = 1, line: int | None = None) -> Item:
     """``lines`` facts about invented names, then a question about ``asked`` of them (about line ``line`` if given)."""
     field, form = rng.choice(_FIELDS), rng.choice(_LINES)
-    keys = several(rng, split, lines)
-    values = [str(rng.randint(1000, 9999)) for _ in keys]
+    keys, values = several(rng, split, lines), [str(rng.randint(1000, 9999)) for _ in range(lines)]
+    if split == TRAIN and rng.random() < 0.3:  # known words, too: a name of one token is found more easily
+        keys = rng.sample(NAMES + COMMON, lines) if lines <= 60 else keys
+        values = [rng.choice(COMMON) if rng.random() < 0.3 else v for v in values]
     text = "\n".join(form.format(f=field, k=k, v=v) for k, v in zip(keys, values, strict=True))
     wanted = [line] if line is not None else rng.sample(range(lines), min(asked, lines))
     names = [keys[i] for i in wanted]
     if len(wanted) == 1:
-        question = choose(rng, split, _ASK).format(f=field, k=names[0])
+        question = wrapped(rng, split, choose(rng, split, _ASK).format(f=field, k=names[0]))
         answer = f"The {field} of {names[0]} is {values[wanted[0]]}."
     else:
         question = choose(rng, split, _ASK_MANY).format(f=field, k=listed(names))

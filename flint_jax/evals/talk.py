@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 from flint_jax.evals.item import Item, choose, user
+from flint_jax.evals.words import wrapped
 
 # (answer, thought, questions); the last question of each is for evaluation.
 _PAIRS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
@@ -47,4 +48,6 @@ def talk(rng: random.Random, split: str) -> Item:
     answer, thought, questions = rng.choice(_PAIRS)
     thinking = rng.random() < 0.6
     question = choose(rng, split, questions)
+    if rng.random() < 0.3:
+        question = wrapped(rng, split, question)
     return Item("talk", "about itself", (user(question),), answer, thought if thinking else "", thinking=thinking)

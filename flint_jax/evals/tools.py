@@ -9,7 +9,7 @@ from typing import Any
 
 from flint_jax.evals.item import TRAIN, Item, choose, user
 from flint_jax.evals.talk import talk
-from flint_jax.evals.words import COMMON, THINGS, invented, listed, name, several
+from flint_jax.evals.words import COMMON, THINGS, invented, listed, name, several, wrapped
 
 _VERBS = (
     "open", "fetch", "check", "start", "update", "send", "measure", "book", "print", "count", "get", "find", "show",
@@ -154,10 +154,11 @@ def _question(rng: random.Random, split: str, tools: list[_Tool]) -> Item:
     text = choose(rng, split, _PLAIN_QUESTIONS if plain else _QUESTIONS, 1 if plain else 2)
     value = rng.choice((name(rng, split), name(rng, split), invented(rng, split)))
     text = text.format(noun=noun, Noun=noun.capitalize(), value=value)
-    return _item(rng, tools, text, [(tool, {} if plain else {key: value})], "a question")
+    return _item(rng, split, tools, text, [(tool, {} if plain else {key: value})], "a question")
 
 
-def _item(rng, tools, text, filled, detail) -> Item:
+def _item(rng, split, tools, text, filled, detail) -> Item:
+    text = wrapped(rng, split, text)
     thinking = rng.random() < 0.6
     thought = f"I call {listed([t.name for t, _ in filled])}." if thinking else ""
     calls = tuple((t.name, a) for t, a in filled)
@@ -188,7 +189,7 @@ def call(rng: random.Random, split: str) -> Item:
         parts = ["".join(_asked(rng, t, a)) for t, a in filled]
         text = choose(rng, split, _REQUESTS, 2).format(do=" and then ".join(parts), args="")
     detail = "two calls" if count == 2 else "one call" if filled[0][1] else "no arguments"
-    return _item(rng, tools, text[0].upper() + text[1:], filled, detail)
+    return _item(rng, split, tools, text[0].upper() + text[1:], filled, detail)
 
 
 def result(rng: random.Random, split: str) -> Item:

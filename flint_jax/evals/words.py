@@ -27,6 +27,18 @@ THINGS = _words(
     "weather time price train room light file report alarm timer stock parcel ticket order user calendar mail news "
     "song route flight hotel temperature map door heating printer backup message meeting invoice folder score recipe"
 )
+# Words around a question, in training: whoever reads them has to find the question, however it is wrapped.
+_AROUND = _words(
+    "well okay so now then could would might can you me I we please tell give let us this that here there just maybe "
+    "quickly again once more for the a an of to in on at with by from about it is be do does need want like try think "
+    "see look know hope kindly my your one thing else also first next today question task quick small hey dear friend "
+    "yes no sure right what how which when where why who much many if because but and or not very really only soon "
+    "going should shall will may must has have had was were are been being make made take took put use used help say "
+    "said ask asked answer wonder curious wish love simply exactly briefly short long easy hard good great nice fine "
+    "work out figure check show find open get read this over thanks come go back up down off all any some same other "
+    "before after while"
+)
+_CLOSINGS = (", thanks", ", thank you", ", if you can", ", now", ", for me", ", will you", ", right away")
 _ONSETS = _words("b d f g k l m n p r s t v z")
 _VOWELS = _words("a e i o u")
 _ENDS = ("", "n", "r", "s", "l", "x")
@@ -48,6 +60,30 @@ def name(rng: random.Random, split: str) -> str:
     if split == TRAIN and rng.random() < 0.5:
         return rng.choice(NAMES)
     return invented(rng, split).capitalize()
+
+
+def around(rng: random.Random, count: int) -> str:
+    """``count`` words that mean nothing together."""
+    return " ".join(rng.choice(_AROUND) for _ in range(count))
+
+
+def wrapped(rng: random.Random, split: str, text: str, *, closing: bool = True) -> str:
+    """In training, half of the time: the text with other words before it, or (``closing``) behind it after a comma."""
+    if split != TRAIN or rng.random() < 0.5:
+        return text
+    if rng.random() < 0.7:
+        before = around(rng, rng.randint(1, 5))
+        keep = rng.random() < 0.5
+        text = before[0].upper() + before[1:] + rng.choice((" ", " ", ", ", ": ")) + _first(text, keep)
+    if closing and rng.random() < 0.5:
+        behind = rng.choice(_CLOSINGS) if rng.random() < 0.5 else f", {around(rng, rng.randint(1, 3))}"
+        end = text[-1] if text[-1] in ".?!" else ""
+        text = text.removesuffix(end) + behind + (rng.choice(".?!") if end else "")
+    return text
+
+
+def _first(text: str, keep: bool) -> str:
+    return text if keep else text[0].lower() + text[1:]
 
 
 def several(rng: random.Random, split: str, count: int) -> list[str]:

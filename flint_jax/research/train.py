@@ -28,7 +28,7 @@ from flint_jax.research.attention import TrainingSequence
 from flint_jax.sites import recording
 from flint_jax.weights import shapes
 
-LOSS_BLOCK = 1024  # positions whose logits exist at once
+LOSS_BYTES = 512 << 20  # of logits that exist at once: 800 positions of Flint's vocabulary
 EXPERT_BYTES = 2 << 30  # of gathered expert weights a layer; beyond it a (slower) loop over blocks runs
 
 Build = Callable[[Any, Any, int], Flint]
@@ -120,7 +120,7 @@ def _hidden(model: Flint, batch: Batch, remat: bool):
 def _cross_entropy(model: Flint, hidden: Float[Array, "B T D"], batch: Batch) -> tuple[Array, Array]:
     inputs = hidden[:, :-1].reshape(-1, hidden.shape[-1])
     wanted, counts = batch.tokens[:, 1:].reshape(-1), batch.targets[:, 1:].reshape(-1)
-    block = min(LOSS_BLOCK, max(len(wanted), 1))
+    block = min(max(LOSS_BYTES // (4 * model.config.vocab_size), 1), max(len(wanted), 1))
     pad = -len(wanted) % block
     pieces = (
         jnp.pad(inputs, ((0, pad), (0, 0))).reshape(-1, block, hidden.shape[-1]),
