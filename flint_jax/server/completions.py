@@ -24,7 +24,7 @@ from flint_jax.server.running import COMPILES, encode_text, finished, off_loop, 
 from flint_jax.server.sampling_fields import (
     Sampling,
     check_length,
-    check_token_id,
+    check_token_ids,
     read_prompt_logprobs,
     read_sampling,
     read_stream_options,
@@ -149,8 +149,7 @@ def _prompts(fields: Fields, served: ServedModel) -> list[str | list[int]]:
         value = [value]
     for prompt in value:
         if isinstance(prompt, list):
-            for token_id in prompt:
-                check_token_id(fields, "prompt", token_id, served.vocab_size)
+            check_token_ids(fields, "prompt", prompt, served.vocab_size)
         elif not isinstance(prompt, str):
             raise fields.error("prompt", "must be a string, an array of token ids, or an array of these")
     return value

@@ -11,7 +11,7 @@ from flint_jax.server.errors import ApiError, bad_request
 from flint_jax.server.models import reply_name
 from flint_jax.server.replies import JsonReply
 from flint_jax.server.running import encode_text, off_loop
-from flint_jax.server.sampling_fields import check_token_id
+from flint_jax.server.sampling_fields import check_token_ids
 from flint_jax.server.state import ServerState
 
 
@@ -43,8 +43,7 @@ async def detokenize(request: Request) -> Response:
     ids = fields.array("tokens")
     if ids is None:
         raise bad_request("tokens is missing", "tokens", "missing_required_parameter")
-    for token_id in ids:
-        check_token_id(fields, "tokens", token_id, served.vocab_size)
+    check_token_ids(fields, "tokens", ids, served.vocab_size)
     return JsonReply({"prompt": await off_loop(len(ids), served.tokenizer.decode, ids)})
 
 
