@@ -144,10 +144,17 @@ class FlintLM(TemplateLM):
         """(sum of log-probabilities, whether greedy decoding gives the continuation) of each request.
 
         A context too long is cut at its beginning, as the harness' other models do; a continuation too long to be read
-        at once is read in windows.
+        at once is read in windows. Raises RequestError when the harness' rule leaves no token of a continuation that
+        has text (a sum of 0.0 would be the best of all).
         """
         items = []
-        for _, context, continuation in requests:
+        for key, context, continuation in requests:
+            if key is not None and key[1] and not len(continuation):
+                raise RequestError(
+                    f"the tokenizer joins the end of the context, {key[0][-20:]!r}, and the whole continuation, "
+                    f"{key[1][:20]!r}, so that no token of the continuation is left to score; the task should put the "
+                    "boundary between words (target_delimiter)"
+                )
             room = max(self.max_length + 1 - len(continuation), 1)
             context = context[-room:]
             items.append((np.asarray([*context, *continuation], np.int32), len(context)))

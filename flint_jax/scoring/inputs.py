@@ -37,7 +37,8 @@ def encode_pair(
     """Token ids of a pair. Ids stay as they are; two texts follow lm-evaluation-harness' rule.
 
     Spaces at the context's end move to the continuation; then the continuation's tokens are those of the joined text
-    beyond the number of tokens of the context alone. An empty context stays empty. Raises RequestError for a mixture.
+    beyond the number of tokens of the context alone. An empty context stays empty, and so does an empty continuation.
+    Raises RequestError for a mixture, and when the rule leaves no token of a continuation that has text.
     """
     if isinstance(context, str) != isinstance(continuation, str):
         if isinstance(context, str | Sequence) and not context:  # "" or [] fits both
@@ -45,11 +46,19 @@ def encode_pair(
         raise RequestError("context and continuation must both be text or both be token ids")
     if not isinstance(context, str):
         return context, continuation
+    if not continuation:
+        return encode(lm, context), []
     bare = context.rstrip()
     context, continuation = bare, context[len(bare) :] + continuation
     if not context:
         return [], encode(lm, continuation, special=False)
     head, whole = encode(lm, context), encode(lm, context + continuation)
+    if len(whole) <= len(head):  # 0.0 and greedy would be the best of all scores
+        raise RequestError(
+            f"the tokenizer joins the end of the context, {context[-20:]!r}, and the whole continuation, "
+            f"{continuation[:20]!r}, so that no token of the continuation is left to score. Put the boundary between "
+            "words, or give token ids"
+        )
     return head, whole[len(head) :]
 
 

@@ -279,7 +279,7 @@ class Scorer:
             for own, column in zip(out.columns, result.columns, strict=True):
                 own[begin : begin + len(column)] = column
         logprobs, greedy, ids, values = out.columns
-        return Score(logprobs, greedy, ids, values, first=int(first == 0))
+        return Score(logprobs, greedy, ids, values, first=int(first == 0 and length > 0))
 
     # -- the page pool ---------------------------------------------------------------------------------------------
 
@@ -306,7 +306,10 @@ class Scorer:
 
     def pair_item(self, context: Sequence[int] | str, continuation: Sequence[int] | str, name: str) -> Item:
         """A pair for ``score_ids``; ``name`` stands for it in errors. Raises RequestError (see ``score``)."""
-        context, continuation = encode_pair(self.lm, context, continuation)
+        try:
+            context, continuation = encode_pair(self.lm, context, continuation)
+        except RequestError as error:
+            raise RequestError(f"{name}: {error}") from None
         context = self.check_ids(context, f"the context of {name}")
         continuation = self.check_ids(continuation, f"the continuation of {name}")
         if not len(context) and len(continuation):

@@ -66,6 +66,17 @@ def test_records(scorer, paths):
     assert out[4]["count"] == 179  # in windows
 
 
+def test_nothing_to_score_is_a_record_all_the_same(scorer, paths):
+    empty = [{"text": []}, {"context": [], "continuation": []}, {"context": [1], "continuation": []}, {"text": [5]}]
+    paths[0].write_text("\n".join(map(json.dumps, empty)))
+    assert run(scorer, paths) == []
+    *nothing, one = read(paths[1])
+    for record in nothing:
+        assert [record[k] for k in ("sum", "count", "greedy")] == [0.0, 0, True]
+        assert record["tokens"] == record["logprobs"] == record["greedy_tokens"] == record["top"] == []
+    assert (one["count"], one["logprobs"], one["top"], one["tokens"]) == (0, [None], [None], [5])
+
+
 def test_prefix_and_brief(scorer, paths):
     run(scorer, paths, text_prefix=9, brief=True)
     text = read(paths[1])[1]

@@ -62,6 +62,12 @@ def test_loglikelihood(model):
     assert model.cache_hook.seen[-4:] == [("loglikelihood", p, f) for p, f in zip(pairs, found, strict=True)]
 
 
+def test_a_continuation_without_tokens_is_refused(model):
+    assert ask(model, "loglikelihood", ("The harbour", "")) == [(0.0, True)]
+    with pytest.raises(RequestError, match=r"joins the end of the context.*, 'r', so that no token"):
+        ask(model, "loglikelihood", ("l'été à la me", "r"))
+
+
 def test_too_long_is_cut_at_the_beginning(model):
     rng = np.random.default_rng(0)
     context, answer = rng.integers(0, 480, 200).tolist(), [5, 6, 7]

@@ -269,7 +269,7 @@ def test_empty_continuations_and_texts(scorer):
     )
     for score in (empty, none, nothing):
         assert score.logprobs.shape == (0,)
-        assert (score.total, score.is_greedy) == (0.0, True)
+        assert (score.total, score.is_greedy, score.first) == (0.0, True, 0)
     assert (one.first, one.logprobs.tolist()) == (1, [0.0])
     assert scorer.score([]) == []
 
@@ -297,6 +297,25 @@ def test_text_goes_through_the_tokenizer():
         np.testing.assert_array_equal(score.logprobs, want.logprobs)
     np.testing.assert_array_equal(third.logprobs, scorer.score([([scorer.prefix], head)])[0].logprobs)
     assert scorer.prefix == lm.tokenizer.token_id("[gMASK]")  # its BOS
+
+
+def test_a_boundary_inside_a_token():
+    """As the harness counts; where nothing of the continuation would be left, an error, not the best score of all."""
+    lm, scorer = golden.language_model("T2-nvfp4"), of_golden("T2-nvfp4")
+    ids = lm.tokenizer.encode
+    with pytest.raises(
+        RequestError, match=r"pair 1: .* joins the end of the context, .*à la me., and the whole.*, 'r'"
+    ):
+        scorer.score([("The", " harbour"), ("l'été à la me", "r")])
+    text, cut = "don't can't they're", 4
+    head, whole = ids(text[:cut]), ids(text)
+    assert whole[: len(head)] != head
+    (score,) = scorer.score([(text[:cut], text[cut:])])
+    (want,) = scorer.score([(head, whole[len(head) :])])
+    np.testing.assert_array_equal(score.logprobs, want.logprobs)
+    for context in ("The harbour ", "The harbour", " ", ""):  # the space that would move stays, too
+        (score,) = scorer.score([(context, "")])
+        assert (score.total, len(score.logprobs)) == (0.0, 0)
 
 
 def test_the_prefix_is_bos_else_eos_else_nothing():
@@ -334,7 +353,7 @@ def test_the_prefix_is_bos_else_eos_else_nothing():
         (lambda s: s.score([([1], [2]), ([1],)]), "pair 1: need"),
         (lambda s: s.score([5]), "pair 0: need"),
         (lambda s: s.score([(None, [2])]), "context of pair 0: token ids must be"),
-        (lambda s: s.score([(3, "text")]), "both be text or both be token ids"),
+        (lambda s: s.score([(3, "text")]), "pair 0: context and continuation must both be text or both be token ids"),
         (lambda s: s.score([(b"ab", [2])]), "context of pair 0: token ids must be"),
         (lambda s: s.lm.score([([1], [2], [3])]), "pair 0: need"),
         (lambda s: s.lm.score(["ab"]), "pair 0: need"),
