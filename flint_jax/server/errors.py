@@ -50,10 +50,12 @@ RETRY_AFTER_S = 2  # openai's client waits this long before its first retry of a
 class ApiError(Exception):
     """An answer other than 200. ``status`` is the HTTP status; the rest goes into the error object.
 
-    tokens: of a prompt that is too long, how long it is and may be, in Anthropic's words.
+    tokens: of a prompt that is too long, how long it is and may be, in Anthropic's words. details: what Anthropic's
+    clients act on.
     """
 
     tokens: str | None = None
+    details: dict[str, Any] | None = None
 
     def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None):
         super().__init__(message)
@@ -71,7 +73,8 @@ class ApiError(Exception):
         message = self.message
         if self.code == TOO_LONG:
             message = "prompt is too long: " + (self.tokens or message)
-        return {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}
+        error = {"type": kind, "message": message} | ({"details": self.details} if self.details else {})
+        return {"type": "error", "error": error, "request_id": request_id}
 
     def response(self, path: str = "", request_id: str = "") -> JsonReply:
         """The HTTP response in the shape of the route, with Retry-After where trying again makes sense."""

@@ -18,7 +18,7 @@ from flint_jax.server.choices import Piece
 from flint_jax.server.errors import ApiError
 from flint_jax.server.forced import read_structured
 from flint_jax.server.jobs import Job
-from flint_jax.server.messages_input import read_conversation, read_format
+from flint_jax.server.messages_input import read_conversation, read_format, refuse_thread
 from flint_jax.server.models import reply_name
 from flint_jax.server.records import arrival
 from flint_jax.server.replies import JsonReply, quoted
@@ -30,13 +30,15 @@ _IGNORED = frozenset(
     {
         "betas",
         "cache_control",
+        "compaction",  # this, max_tokens and thread: of count_tokens
         "context_management",
         "inference_geo",
-        "max_tokens",  # of count_tokens
+        "max_tokens",
         "metadata",
         "service_tier",
         "speed",
         "stream",
+        "thread",
     }
 )
 _SIGNATURE = "unsigned"  # clients drop a thought that has none; it is taken back whatever it is
@@ -68,6 +70,8 @@ class MessagesWriter(Writer):
     @classmethod
     def read(cls, fields: Fields, state: ServerState) -> tuple[Ask, None]:
         """The request. Raises ApiError."""
+        refuse_thread(fields)
+        fields.unsupported("compaction", hint="ask for a summary in a message")
         ask = Ask(
             name=reply_name(fields, state),
             conversation=read_conversation(fields),

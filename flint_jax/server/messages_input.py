@@ -17,7 +17,7 @@ from flint_jax.server.tools import check_function, named_choice, plain_choice
 _BILLING = "x-anthropic-billing-header:"
 _REMINDER = "<system-reminder>"
 # Tools that the client runs and whose form only Anthropic's own models know.
-_UNTOLD = re.compile(r"(bash|text_editor|memory|computer)_\d+")
+_UNTOLD = re.compile(r"(bash|text_editor|memory|computer|computer_toolset|browser_toolset)_\d+")
 _SAYS_ERROR = re.compile(r"\W*(tool_use_)?error", re.IGNORECASE)
 
 
@@ -47,6 +47,22 @@ def read_conversation(fields: Fields) -> Conversation:
         add_generation_prompt=not goes_on,
         continue_final_message=goes_on,
     )
+
+
+def refuse_thread(fields: Fields) -> None:
+    """Raise ApiError for a conversation of which another server is to hold the beginning.
+
+    Anthropic's SDK (its tool runner) and Claude Code know this code: they send all of it again and leave threads alone.
+    Ignored, the next request would bring its new messages only, and the model would have lost everything before them.
+    """
+    if fields.has("thread"):
+        error = bad_request(
+            "thread is not supported: this server keeps nothing between requests; send the whole conversation",
+            "thread",
+            "unsupported_parameter",
+        )
+        error.details = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+        raise error
 
 
 def output_config(fields: Fields) -> Fields:
@@ -139,8 +155,10 @@ def _messages(fields: Fields) -> list[dict[str, Any]]:
             out.append({"role": role, "content": content or ""})
         elif role == "assistant":
             out.append(_assistant(_blocks(content, f"{where}.content"), names))
-        else:
+        elif content or role == "user":  # a system message may be there for its settings alone
             out += _user(role, _blocks(content, f"{where}.content"), names)
+    if not out:
+        raise bad_request("messages: none of them says anything", "messages")
     return out
 
 
@@ -219,10 +237,14 @@ def _result(block: dict[str, Any], where: str, names: dict[str, str]) -> dict[st
 
 
 def _text(block: dict[str, Any], where: str) -> str:
-    """The text of a block: of a text, a document that is text, a search result, or the name of a tool."""
+    """The text of a block: of a text, a document that is text, a search result, a summary, or the name of a tool."""
     kind, source = block.get("type"), block.get("source")
     if kind == "text":
         return _string(block, "text", where)
+    if kind == "compaction":  # a summary of what came before; null where it failed
+        return "" if block.get("content") is None else _string(block, "content", where)
+    if kind == "fallback":  # marks where another model went on
+        return ""
     if kind == "tool_reference":  # all tools are in the prompt already, those that it loads, too
         return _string(block, "tool_name", where)
     if kind == "search_result":

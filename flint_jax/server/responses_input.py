@@ -109,12 +109,27 @@ def _tools(fields: Fields) -> tuple[list[dict[str, Any]], dict[str, ToolName]]:
         check_function(function, where)
         known = ToolName(function["name"], namespace, kind == "custom")
         shown = _shown(known)
+        if shown in names and where.startswith("input"):  # the same again
+            return
         names[shown] = known
         tools.append({"type": "function", "function": _function(function, shown, known.custom)})
 
-    for n, tool in enumerate(fields.array("tools") or []):
-        add(tool, f"tools[{n}]", None)
+    for where, given in (("tools", fields.array("tools") or []), *_later_tools(fields.raw("input"))):
+        for n, tool in enumerate(given):
+            add(tool, f"{where}[{n}]", None)
     return tools, names
+
+
+def _later_tools(items: Any) -> list[tuple[str, list[Any]]]:
+    """Tools that the input brings along: the model sees all of them from the beginning."""
+    found = []
+    for n, item in enumerate(items if isinstance(items, list) else []):
+        if isinstance(item, dict) and item.get("type") in ("additional_tools", "tool_search_output"):
+            given = item.get("tools")
+            if not isinstance(given, list | None):
+                raise bad_request(f"input[{n}].tools is {kind_of(given)}; need an array", f"input[{n}].tools")
+            found.append((f"input[{n}].tools", given or []))
+    return found
 
 
 def _shown(known: ToolName) -> str:

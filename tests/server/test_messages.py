@@ -221,6 +221,21 @@ def test_all_that_is_text_in_a_block_is_told(show, block, text):
     assert prompt_of(show) == f"[tool]{text}<|assistant|>"
 
 
+def test_blocks_and_messages_that_only_set_something(show):
+    """A summary of what came before is text; where another model went on, and settings alone, are nothing to read."""
+    summary = [{"type": "compaction", "content": "So far: x.", "encrypted_content": "e"}]
+    said = [{"type": "fallback", "from": {"model": "a"}, "to": {"model": "b"}}, {"type": "text", "text": "ok"}]
+    turns = [
+        {"role": "assistant", "content": summary},
+        {"role": "user", "content": [{"type": "compaction", "content": None}, {"type": "text", "text": "go"}]},
+        {"role": "assistant", "content": said},
+        {"role": "system", "content": [], "output_config": {"effort": "low"}},
+        *HI,
+    ]
+    ask(show, messages=turns)
+    assert prompt_of(show) == "[assistant]So far: x.;[user]\ngo[assistant]ok;[user]hi<|assistant|>"
+
+
 def test_a_reminder_beside_a_result_begins_no_turn(show):
     result = {"type": "tool_result", "tool_use_id": "t", "content": "sunny"}
     reminder = {"type": "text", "text": "<system-reminder>Be quick.</system-reminder>"}

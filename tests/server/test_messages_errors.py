@@ -6,8 +6,11 @@ import threading
 import anthropic
 import pytest
 
-from tests.server.harness import running, wait_until
+from tests.server.fake_engine import Script
+from tests.server.harness import call, prompt_of, running, tokenizer, wait_until
 from tests.server.test_messages import DOCUMENT, HI, WEATHER, events
+
+UNCOUNTED = {"max_tokens", "stop_sequences", "temperature", "output_config", "compaction"}  # mean nothing to a count
 
 
 @pytest.mark.parametrize(
@@ -44,6 +47,8 @@ from tests.server.test_messages import DOCUMENT, HI, WEATHER, events
             },
             "tool_choice.name is 'web_search', a tool that Anthropic's servers run",
         ),
+        ({"compaction": {"type": "compact"}}, "compaction is not supported"),
+        ({"messages": [{"role": "system", "content": []}]}, "none of them says anything"),
         ({"mcp_servers": [{"type": "url", "name": "n", "url": "u"}]}, "mcp_servers is not supported"),
         ({"container": {"skills": []}}, "container is not supported"),
         ({"system": 3}, "system"),
@@ -62,7 +67,7 @@ from tests.server.test_messages import DOCUMENT, HI, WEATHER, events
 )
 def test_bad_requests_have_anthropics_shape(server, fields, words):
     for path in ("/v1/messages", "/v1/messages/count_tokens"):
-        if path.endswith("tokens") and set(fields) & {"max_tokens", "stop_sequences", "temperature", "output_config"}:
+        if path.endswith("tokens") and set(fields) & UNCOUNTED:
             continue
         response = server.post(path, {"max_tokens": 9, "messages": HI} | fields)
         body = response.json()
@@ -132,3 +137,44 @@ def test_a_hang_up_frees_the_slot(server):
     with server.anthropic().messages.stream(model="x", max_tokens=100, messages=HI) as stream:
         next(iter(stream.text_stream))
     wait_until(lambda: server.engine.aborted == 1 and server.engine.idle())
+
+
+@pytest.mark.parametrize(
+    "thread", [{"type": "create"}, {"type": "continue", "previous_message_id": "msg_1"}, {"type": "x"}, 3, {}]
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_threads_are_refused_in_the_words_that_make_clients_send_everything(server, thread, stream):
+    """Ignored, the next request would bring its new messages only, and nobody would notice that the rest is gone."""
+    body = {"max_tokens": 9, "messages": HI, "stream": stream}
+    reply = server.post("/v1/messages", body | {"thread": thread})
+    error = reply.json()["error"]
+    assert (reply.status_code, error["type"]) == (400, "invalid_request_error")
+    assert error["details"] == {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+    assert "send the whole conversation" in error["message"]
+    assert not server.engine.submitted
+    assert server.post("/v1/messages", body | {"thread": None}).status_code == 200
+    assert server.post("/v1/messages/count_tokens", body | {"thread": thread}).status_code == 200
+    assert "details" not in server.post("/v1/messages", body | {"max_tokens": 0}).json()["error"]
+
+
+def test_the_official_tool_runner_sends_the_whole_conversation(show):
+    """It threads by itself, and falls back on the refusal."""
+
+    @anthropic.beta_tool
+    def weather(city: str, days: int = 1) -> str:
+        """Tell the weather."""
+        return f"sunny in {city} for {days}"
+
+    says = [call("weather", city="Oslo", days="3"), "It is sunny."]
+    show.engine.script = lambda prompt, params: Script(tokenizer().encode(says[len(show.engine.submitted)]))
+    runner = show.anthropic().beta.messages.tool_runner(model="x", max_tokens=99, messages=HI, tools=[weather])
+    replies = [message.content for message in runner]
+    assert [block.type for block in replies[0]] == ["tool_use"]
+    assert replies[1][0].text == "It is sunny."
+    prompt = prompt_of(show)
+    assert prompt.startswith(
+        '[user]hi[assistant](call weather {"city": "Oslo", "days": 3});[tool]sunny in Oslo for 3{tool'
+    )
+    thread = show.anthropic().beta.messages.thread(model="x", max_tokens=9)
+    with pytest.raises(anthropic.BadRequestError, match="keeps nothing between requests"):
+        thread.send("hi")

@@ -240,6 +240,20 @@ def test_tool_choice(server):
     assert calls(tool_choice=allowed) == 2
 
 
+def test_tools_may_come_with_the_input(show):
+    """Of a search for tools, or added in mid-conversation: left out, the model could not call them."""
+    items = [
+        {"role": "user", "content": "q"},
+        {"type": "additional_tools", "role": "developer", "tools": [WEATHER, WEATHER | {"name": "later"}]},
+        {"type": "tool_search_output", "call_id": "s", "tools": [SPACE], "status": "completed"},
+        {"type": "tool_search_output", "call_id": "s", "tools": None},
+    ]
+    show.says(call("mcp__docs__find", city="x"))
+    (found,) = ask(show, input=items, tools=[WEATHER])["output"]
+    assert (found["namespace"], found["name"]) == ("mcp__docs", "find")
+    assert re.findall(r'{tool {"name": "(\w+)"', prompt_of(show)) == ["weather", "later", "mcp__docs__find"]
+
+
 def test_quiet_fields(server):
     quiet = {"store": True, "service_tier": "auto", "truncation": "auto", "prompt_cache_key": "k", "user": "u"}
     assert ask(server, **quiet, text={"verbosity": "low"}, previous_response_id=None)["store"] is False
@@ -267,6 +281,8 @@ def test_quiet_fields(server):
         ({"input": [{"type": "function_call", "name": "f", "arguments": 3}]}, "input[0].arguments"),
         ({"input": [{"type": "reasoning", "summary": [{"type": "image"}]}]}, "input[0].summary[0]"),
         ({"tools": [WEATHER, {"type": "local_shell"}]}, "tools[1]"),
+        ({"input": [{"type": "additional_tools", "tools": 3}]}, "input[0].tools"),
+        ({"input": [{"type": "additional_tools", "tools": [WEATHER, {"type": "function"}]}]}, "input[0].tools[1].name"),
         ({"tools": [SPACE | {"tools": [{"type": "apply_patch"}]}]}, "tools[0].tools[0]"),
         ({"include": ["message.output_text.logprobs"]}, "include"),
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
