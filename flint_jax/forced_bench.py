@@ -128,10 +128,15 @@ def run(args: argparse.Namespace) -> list[dict]:
         for kind, constraint in held.items():
             rounds[kind].append(_ms_per_token(engine, prompt, constraint, args.tokens))
         if not i:  # the first round warms up
-            for spent in (*calls.values(), *rounds.values(), *(s for c in held.values() if c for s in c.spent.values())):
+            for spent in (
+                *calls.values(),
+                *rounds.values(),
+                *(s for c in held.values() if c for s in c.spent.values()),
+            ):
                 spent.clear()
     print(f"vocabulary {lm.config.vocab_size:,}, {args.context:,} tokens of context, {args.tokens} a round")
-    print(f"{'output':<8}{'ms/token':>9}{'range':>16}{'to free':>9}{'range':>18}{'mask us':>9}{'push us':>9}{'allowed':>9}")
+    print(f"{'output':<8}{'ms/token':>9}{'range':>16}{'to free':>9}{'range':>18}", end="")
+    print(f"{'mask us':>9}{'push us':>9}{'allowed':>9}")
     rows = [_row(kind, rounds, held[kind]) for kind in held]
     for row in rows:
         low, high = row["range"]

@@ -8,9 +8,8 @@ and with the same noise. Rows without a mask (all bits set) never notice.
 Without filters that is the draw from the allowed tokens alone, token for token: whatever has the largest sum of score
 and noise among all tokens has it among the allowed ones, too, if it is one of them. With top-k, top-p or min-p a token
 that survived the cut among all tokens and is allowed stands; only where the token drawn is not allowed the cut is made
-anew and counts what is allowed. So the likely tokens of the whole vocabulary come at least as often as if the mask had
-been there before the cut (but for those that top-p takes in because of what it forbids), and never less often in
-proportion to each other.
+anew and counts what is allowed. So tokens that are allowed and survived the first cut come, taken together, at least as
+often as if the mask had been there before the cut.
 """
 
 from __future__ import annotations
@@ -77,7 +76,9 @@ def redrawn(
     def second():
         state = dataclasses.replace(settings, out_count=counts)
         rows = jax.tree.map(lambda leaf: leaf.at[safe].get(mode="promise_in_bounds"), state)
-        return draw(logits, masks, rows if fast else undrawn(rows, first), position, fast=fast)
+        if not fast:  # as before the first draw; that its token counts changes no other token's score
+            rows = dataclasses.replace(rows, wholes=rows.wholes.at[:, WHOLES.index("generated")].add(-1))
+        return draw(logits, masks, rows, position, fast=fast)
 
     # A branch on the device has the host wait on a GPU before it can launch the next step; on a CPU it saves the draw.
     token = jax.lax.platform_dependent(
@@ -96,17 +97,6 @@ def redrawn(
     where = jnp.concatenate([safe, safe]), jnp.concatenate([drawn, jnp.maximum(token, 0)])
     counts = counts.at[where].add(jnp.concatenate([-undo, count]), mode="promise_in_bounds")
     return counts, progress, token
-
-
-def undrawn(rows: SlotSampling, tokens: Int[Array, " B"]) -> SlotSampling:
-    """The rows as they were before each drew its token; a row of -1 drew none."""
-    drawn = (tokens >= 0).astype(jnp.int32)
-    ids = jnp.arange(rows.out_count.shape[-1], dtype=jnp.int32)
-    return dataclasses.replace(
-        rows,
-        wholes=rows.wholes.at[:, WHOLES.index("generated")].add(-drawn),
-        out_count=rows.out_count - (ids == tokens[:, None]).astype(jnp.int32),
-    )
 
 
 def draw(

@@ -126,6 +126,12 @@ class SamplingParams:
         """Whether every token is the argmax. Needs a temperature, so ``resolve`` first."""
         return self.temperature < GREEDY_BELOW
 
+    @functools.cached_property
+    def simple(self) -> bool:
+        """Whether ``fast_path`` takes this request. Asked in every step, hence kept."""
+        few = self.greedy or 1 <= self.top_k <= sample_kernel.MAX_TOP_K
+        return few and not needs((self,))["adjusted"]
+
     def replace(self, **changes: Any) -> SamplingParams:
         """A copy with some fields changed, checked again."""
         return dataclasses.replace(self, **changes)
@@ -380,9 +386,7 @@ def sample(
 
 def fast_path(params: Iterable[SamplingParams]) -> bool:
     """Whether ``advance`` takes a batch of resolved requests: nothing adjusted, and few candidates in every row."""
-    params = tuple(params)
-    few = all(p.greedy or 1 <= p.top_k <= sample_kernel.MAX_TOP_K for p in params)
-    return few and not needs(params)["adjusted"]
+    return all(p.simple for p in params)
 
 
 def advance(
