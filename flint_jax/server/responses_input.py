@@ -198,7 +198,11 @@ class _Turns:
             case "item_reference":
                 raise bad_request(f"{where} refers to an item, but this server keeps none: send the item", where)
             case str() if kind in _UNREADABLE:
-                raise bad_request(f"{where} is a {kind} of another server, which nobody else can read", where)
+                raise bad_request(
+                    f"{where} is a {kind}, the earlier conversation in a form that only the server that made it can "
+                    "read; go on there, or begin a new conversation here",
+                    where,
+                )
             case str() if kind in _SKIPPED:
                 log_once(f"skipping input items of the type {kind}")
             case _:
