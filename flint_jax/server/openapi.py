@@ -23,6 +23,7 @@ _ERRORS = {
     "401": "no valid API key",
     "404": "no such model or route",
     "413": "the body is too large",
+    "415": "a body of this Content-Encoding cannot be read",
     "429": "the queue is full; try again after Retry-After seconds",
     "500": "a fault of the server; its log has the request id",
     "503": "loading or shutting down; try again after Retry-After seconds",

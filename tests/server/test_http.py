@@ -118,6 +118,7 @@ def test_packed_bodies_that_cannot_be_read(server, encoding, data, status, words
     assert reply.status_code == status
     assert words in reply.json()["error"]["message"]
     assert not server.engine.submitted
+    assert str(status) in server.http.get("/openapi.json").json()["paths"][CHAT]["post"]["responses"]
 
 
 def test_a_small_body_that_unpacks_to_a_huge_one_is_too_large():
