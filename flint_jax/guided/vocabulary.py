@@ -9,6 +9,10 @@ import llguidance
 
 from flint_jax.errors import RequestError
 
+# Besides JSON's text, the tokens that a rule lets through together or not at all, so that a mask does not look at each:
+# 10 to 15 us instead of 1,100 for `[A-Za-z ]{1,3200}` where 150,000 tokens are letters.
+_LETTERS = ("[a-z]{1,10}", "[a-z ]{1,10}", "[a-z ]{1,30}")
+
 
 class Vocabulary:
     """The rows of a model's head for grammars. Takes 0.5 s to make for 150,000 tokens; thread-safe.
@@ -27,7 +31,9 @@ class Vocabulary:
         if not eos:
             raise RequestError("forced output needs a token that ends it, and this model's vocabulary names none")
         source = _Source(tokenizer, size, self.added, eos[0])
-        self.tokens = llguidance.LLTokenizer(llguidance.TokenizerWrapper(source), n_vocab=size, eos_token=eos)
+        wrapper = llguidance.TokenizerWrapper(source)
+        slices = [*_LETTERS, *llguidance.LLTokenizer.general_slices()]
+        self.tokens = llguidance.LLTokenizer(wrapper, n_vocab=size, eos_token=eos, slices=slices)
 
 
 class _Source:

@@ -1,6 +1,7 @@
 """Grammars from requests: whatever tokens are drawn under the masks, the output is what was asked for."""
 
 import json
+import random
 
 import pytest
 from hypothesis import given, settings
@@ -12,7 +13,7 @@ from flint_jax.guided import Compiler, Vocabulary
 from flint_jax.server.forced import Forced
 from loaders.tokenizer import Tokenizer
 from tests.guided.schemas import fits
-from tests.guided.walk import after, allowed, compiler, read, roll, structured, tokenizer, tool, wish
+from tests.guided.walk import ROWS, after, allowed, compiler, read, roll, structured, tokenizer, tool, wish
 
 WEATHER = {
     "type": "object",
@@ -332,3 +333,23 @@ def test_compiled_grammars_are_kept_and_shared():
     first.push(IDS["<tool_call>"])
     assert IDS["<tool_call>"] in allowed(second)
     assert IDS["<tool_call>"] not in allowed(first)
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [structured("regex", r) for r in ("[a-z ]{1,40}x", "[a-z]{3} [a-z ]{2}", r"[^\n]{4,9}", r"\w+ [A-Z ]*")]
+    + [wish(*TOOLS, choice="required")],
+)
+def test_tokens_that_are_let_through_together_are_those_let_through_one_by_one(wanted):
+    plain = Vocabulary(tokenizer(), ROWS, tokenizer().eog_ids)
+    plain.tokens = plain.tokens.with_slices([])
+    trackers, draw = [made(wanted).begin() for made in (compiler(), Compiler(plain))], random.Random(0)
+    for _ in range(60):
+        ids, one_by_one = map(allowed, trackers)
+        assert ids == one_by_one
+        going_on = [i for i in ids if i not in ENDS]
+        if not going_on:
+            break
+        token = draw.choice(going_on)
+        for tracker in trackers:
+            tracker.push(token)
