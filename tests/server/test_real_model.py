@@ -1,6 +1,7 @@
 """``python serve.py`` as users start it, on the embedded model and the golden checkpoints, with openai's client."""
 
 import asyncio
+import atexit
 import contextlib
 import json
 import os
@@ -65,6 +66,7 @@ class ServePy:
             text=True,
             env=os.environ | {"FLINT_API_KEY": ""},
         )
+        atexit.register(self.process.kill)  # a test that fails leaves no server behind
         killer = threading.Timer(START_S, self.process.kill)
         killer.start()
         self.printed = self.process.stdout.readline()
