@@ -178,10 +178,11 @@ class _Process:
         if self.server.should_exit:
             return
         running, seconds = len(self.state.jobs), self.settings.shutdown_timeout_s
-        print(f"Stopping; {running} requests are running and get up to {seconds:g} s to finish.")
         self.state.set_stopping()
         self.server.should_exit = True
-        self._loop.call_later(self.settings.shutdown_timeout_s, self.state.close_jobs)
+        self._loop.call_later(seconds, self.state.close_jobs)
+        with contextlib.suppress(OSError):  # whoever read it may be gone
+            print(f"Stopping; {running} requests are running and get up to {seconds:g} s to finish.", flush=True)
 
 
 def one_line(error: BaseException) -> str:
@@ -190,6 +191,7 @@ def one_line(error: BaseException) -> str:
 
 
 def _leave_now(code: int) -> None:
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):
+            stream.flush()
     os._exit(code)

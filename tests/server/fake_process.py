@@ -29,13 +29,13 @@ HI = {"messages": [{"role": "user", "content": "hi"}], "stream": True}
 class Process:
     """A server process. load_s: seconds of loading; load_error: "checkpoint" or "bug"; the rest as in ServerSettings.
 
-    err: file that gets what it prints.
+    err: file that gets what it prints. deaf: nobody reads its standard output any more.
     """
 
-    def __init__(self, err: Path, *, load_s=0.0, load_error=None, text="abc", token_s=0.0, **settings):
+    def __init__(self, err: Path, *, load_s=0.0, load_error=None, text="abc", token_s=0.0, deaf=False, **settings):
         self._news, far_end = context.Pipe(duplex=False)
         self._err = err
-        args = (far_end, str(err), load_s, load_error, text, token_s, settings)
+        args = (far_end, str(err), load_s, load_error, text, token_s, deaf, settings)
         self.process = context.Process(target=_run, args=args)
         self.process.start()
         far_end.close()
@@ -76,10 +76,14 @@ class Process:
         return thread, received
 
 
-def _run(news, err, load_s, load_error, text, token_s, settings) -> None:
+def _run(news, err, load_s, load_error, text, token_s, deaf, settings) -> None:
     file = os.open(err, os.O_CREAT | os.O_WRONLY)
     os.dup2(file, 1)
     os.dup2(file, 2)
+    if deaf:
+        reader, writer = os.pipe()
+        os.close(reader)
+        os.dup2(writer, 1)
 
     def load(progress):
         progress("pretending")

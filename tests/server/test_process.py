@@ -95,6 +95,26 @@ def test_a_second_signal_ends_it_at_once(process, number):
     assert received[-1] == "cut"
 
 
+def test_a_signal_counts_when_nobody_reads_the_output(process):
+    """As after ``serve.py | head``, or when the process that started it is gone."""
+    p = process(deaf=True, text="ab " * 80, token_s=0.1, shutdown_timeout_s=60)
+    p.wait_ready()
+    thread, received = p.stream()
+    wait_until(lambda: received)
+    p.signal(signal.SIGTERM)
+    wait_until(lambda: _refused(p), 3)
+    p.signal(signal.SIGTERM)
+    assert p.end()[0] == 128 + signal.SIGTERM
+    thread.join()
+
+
+def _refused(p):
+    try:
+        return not httpx.get(f"{p.url}/health").is_success
+    except httpx.TransportError:
+        return True
+
+
 def test_signal_while_loading(process):
     p = process(load_s=30)
     wait_until(lambda: httpx.get(f"{p.url}/health").json().get("detail") == "pretending")
