@@ -145,6 +145,11 @@ class Tokenizer:
         """Number of known tokens."""
         return len(self._strings)
 
+    @property
+    def end_ids(self) -> tuple[int, ...]:
+        """What ``add_special_tokens`` puts behind a text."""
+        return self._suffix
+
     def encode(self, text: str, *, special: bool = True, add_special_tokens: bool = False) -> list[int]:
         """Token ids of ``text``.
 

@@ -37,7 +37,8 @@ def encode_pair(
     """Token ids of a pair. Ids stay as they are; two texts follow lm-evaluation-harness' rule.
 
     Spaces at the context's end move to the continuation; then the continuation's tokens are those of the joined text
-    beyond the number of tokens of the context alone. An empty context stays empty, and so does an empty continuation.
+    beyond the number of tokens of the context alone, with what the tokenizer puts before texts and without what it puts
+    behind them. An empty context stays empty, and so does an empty continuation.
     Raises RequestError for a mixture, and when the rule leaves no token of a continuation that has text.
     """
     if isinstance(context, str) != isinstance(continuation, str):
@@ -47,12 +48,12 @@ def encode_pair(
     if not isinstance(context, str):
         return context, continuation
     if not continuation:
-        return encode(lm, context), []
+        return _open(lm, context), []
     bare = context.rstrip()
     context, continuation = bare, context[len(bare) :] + continuation
     if not context:
         return [], encode(lm, continuation, special=False)
-    head, whole = encode(lm, context), encode(lm, context + continuation)
+    head, whole = (_open(lm, text) for text in (context, context + continuation))
     if len(whole) <= len(head):  # 0.0 and greedy would be the best of all scores
         raise RequestError(
             f"the tokenizer joins the end of the context, {context[-20:]!r}, and the whole continuation, "
@@ -81,3 +82,9 @@ def check_ids(ids: Sequence[int], vocab_size: int, what: str) -> np.ndarray:
 def encode(lm: LanguageModel, text: Sequence[int] | str, *, special: bool = True) -> Sequence[int]:
     """Token ids of a text (special: with what the tokenizer itself puts around texts); ids as they are."""
     return lm._tokenizer().encode(text, add_special_tokens=special) if isinstance(text, str) else text
+
+
+def _open(lm: LanguageModel, text: str) -> Sequence[int]:
+    """Token ids of a text that goes on: without what the tokenizer puts behind whole ones (an EOS)."""
+    ids = encode(lm, text)
+    return ids[: len(ids) - len(lm.tokenizer.end_ids)]

@@ -150,7 +150,8 @@ class Scorer:
     ) -> list[Score]:
         """Scores of whole texts, of any length: texts beyond ``max_length`` are read in windows.
 
-        prefix: token put before each text; without it a text's first token has no score.
+        prefix: token put before each text, in place of what its tokenizer may put there; without it a text's first
+        token has no score.
         """
         items = [self.text_item(text, prefix, f"text {i}") for i, text in _listed(texts)]
         return self.score_ids(items, long=True, overlap=overlap, name="text")
@@ -323,8 +324,8 @@ class Scorer:
         return np.concatenate([context, continuation]), len(context)
 
     def text_item(self, text: Sequence[int] | str, prefix: int | None, name: str) -> Item:
-        """A text for ``score_ids``, behind ``prefix`` if there is one."""
-        ids = self.check_ids(encode(self.lm, text), name)
+        """A text for ``score_ids``, behind ``prefix`` if there is one: then without the tokenizer's own BOS."""
+        ids = self.check_ids(encode(self.lm, text, special=prefix is None), name)
         if prefix is None:
             return ids, 0
         return np.concatenate([self.check_ids([prefix], "prefix"), ids]), 1

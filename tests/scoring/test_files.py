@@ -2,6 +2,9 @@
 
 import fcntl
 import json
+import signal
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -115,6 +118,47 @@ def test_a_kill_between_two_writes_costs_a_batch(scorer, paths, monkeypatch):
     monkeypatch.undo()
     run(scorer, paths)
     assert [r["line"] for r in read(paths[1])] == [1, 2, 4, 5, 6, 7]
+
+
+_KILLED = """
+import os, signal, sys
+calls, fsync = [], os.fsync
+def dies(file):
+    fsync(file)
+    calls.append(file)
+    if len(calls) == 3:
+        os.write(file, b'{"line": 9, "sum": -1')  # a write that did not come to its end
+        os.kill(os.getpid(), signal.SIGKILL)
+os.fsync = dies
+from flint_jax.__main__ import main
+main(sys.argv[1:])
+"""
+
+
+def test_the_command_killed_and_started_again(tmp_path):
+    """Every line once, in order, and each with the scores it has alone."""
+    rng = np.random.default_rng(0)
+    shared = rng.integers(0, 300, 70).tolist()
+    lines = [{"context": shared[: n + 1], "continuation": shared[:3]} for n in (0, 15, 63, 64, 69)]
+    lines += [{"context": shared, "continuation": rng.integers(0, 300, n).tolist()} for n in (0, 1, 2, 130)]
+    lines += [{"text": rng.integers(0, 300, n).tolist()} for n in (0, 1, 2, 300)] + lines[:2]
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text("\n".join(map(json.dumps, lines)))
+    words = f"score --model {golden.FOLDER / 'T1'} --dtype float32 --tokens 128 --max-length 128 --long --batch 3"
+    command = [*words.split(), "--batch-invariant", "--input", str(source), "--output", str(target)]
+    done = subprocess.run([sys.executable, "-c", _KILLED, *command], timeout=300, capture_output=True)
+    assert done.returncode == -signal.SIGKILL, done.stderr[-2000:]
+    assert target.read_bytes().count(b"\n") == 9
+    assert main(command) == 0
+    out = read(target)
+    assert [record["line"] for record in out] == list(range(1, len(lines) + 1))
+    alone = Scorer(golden.language_model("T1", "serving"), tokens=128, max_length=128, batch_invariant=True)
+    for line, record in zip(lines, out, strict=True):
+        text = "text" in line
+        (want,) = alone.score_texts([line["text"]]) if text else alone.score_long([tuple(line.values())])
+        logprobs = [0.0 if x is None else x for x in record["logprobs"]]
+        np.testing.assert_allclose(logprobs, want.logprobs, atol=1e-5)
+        assert record["tokens"] == line["text" if text else "continuation"]
 
 
 BAD = {

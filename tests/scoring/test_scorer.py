@@ -1,7 +1,9 @@
 """Scores: right, the same in any company, with every token run once and nothing of the size of the logits in memory."""
 
 import functools
+import json
 import re
+import shutil
 
 import jax
 import numpy as np
@@ -10,9 +12,11 @@ import pytest
 import flint_jax
 from flint_jax import RequestError
 from flint_jax.compilations import watch
+from flint_jax.lm import LanguageModel
 from flint_jax.scoring import Scorer, windows
 from flint_jax.scoring.inputs import default_prefix
 from flint_jax.scoring.programs import Pages
+from loaders import load_tokenizer
 from tests.model import golden
 from tests.scoring import micro
 
@@ -97,7 +101,10 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_equals_the_whole_forward_pass(scorer, case):
-    context, continuation = (ids(n) for n in CASES[case])
+    # Numbers of its own, whichever tests ran before: now and then a token has two experts that tie to within rounding
+    # (3.6e-7 was seen), and takes the one here and the other there.
+    rng = np.random.default_rng(list(CASES).index(case))
+    context, continuation = (rng.integers(0, micro.VOCAB, n).tolist() for n in CASES[case])
     (score,) = scorer.score([(context, continuation)])
     _, want, greedy = plain(scorer.lm, context, continuation)
     np.testing.assert_allclose(score.logprobs, want, atol=1e-5, rtol=0)
@@ -297,6 +304,28 @@ def test_text_goes_through_the_tokenizer():
         np.testing.assert_array_equal(score.logprobs, want.logprobs)
     np.testing.assert_array_equal(third.logprobs, scorer.score([([scorer.prefix], head)])[0].logprobs)
     assert scorer.prefix == lm.tokenizer.token_id("[gMASK]")  # its BOS
+
+
+def test_one_bos_and_no_eos_in_between(tmp_path):
+    """A tokenizer whose files ask for both around every text."""
+    inner = golden.language_model("T2")
+    shutil.copy(golden.FOLDER / "T2" / "tokenizer.json", tmp_path)
+    names = {"bos_token": "<|user|>", "eos_token": "<|endoftext|>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(names | {"add_bos_token": True, "add_eos_token": True}))
+    lm = LanguageModel(inner.model, load_tokenizer(tmp_path))
+    bos, eos = (lm.tokenizer.token_id(name) for name in names.values())
+    ids = lm.tokenizer.encode
+    head, whole = ids("The harbour"), ids("The harbour was quiet")
+    assert ids("The harbour", add_special_tokens=True) == [bos, *head, eos]
+    scorer, of_ids = Scorer(lm, tokens=128, batch_invariant=True), of_golden("T2").score
+    assert scorer.prefix == bos
+    found = scorer.score([("The harbour", " was quiet"), ("", "The harbour"), ("The", "")])
+    want = of_ids([([bos, *head], whole[len(head) :]), ([bos], head), ([bos], [])])
+    (behind,), (own,) = scorer.score_texts(["The harbour"], prefix=bos), scorer.score_texts(["The harbour"])
+    assert len(own.logprobs) == len(head) + 2
+    for a, b in zip([*found, behind], [*want, want[1]], strict=True):
+        np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-5)
+    np.testing.assert_allclose(own.logprobs[1:-1], want[1].logprobs, atol=1e-5)
 
 
 def test_a_boundary_inside_a_token():
