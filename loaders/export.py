@@ -90,6 +90,10 @@ def check(path: Path, to: str, weight_format: str) -> None:
         raise CheckpointError(f"weight format {weight_format!r}: need one of {', '.join(WEIGHT_FORMATS)}")
     if to == "safetensors" and weight_format == "nvfp4":
         raise CheckpointError("published safetensors hold BF16; NVFP4 goes into .gguf (or stays in an Orbax folder)")
+    folder = next(p for p in path.absolute().parents if p.exists())
+    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+        what = "there is no permission to write there" if folder.is_dir() else "it is no folder"
+        raise CheckpointError(f"{path} cannot be written below {folder}: {what}; give another path")
     partial.refuse_existing(path)
     partial.refuse_foreign(path, folder=to != "gguf")
 

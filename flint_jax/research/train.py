@@ -27,6 +27,7 @@ from flint_jax.numerics import Numerics
 from flint_jax.research.attention import TrainingSequence
 from flint_jax.sites import recording
 from flint_jax.weights import shapes
+from loaders import partial
 
 LOSS_BYTES = 512 << 20  # of logits that exist at once: 800 positions of Flint's vocabulary
 EXPERT_BYTES = 2 << 30  # of gathered expert weights a layer; beyond it a (slower) loop over blocks runs
@@ -288,9 +289,10 @@ def fit(
 
 
 def save(folder: str | Path, state: TrainState) -> None:
-    """Write a state as a new Orbax folder (it appears when it is whole)."""
+    """Write a state as a new Orbax folder (it appears when it is whole). Raises CheckpointError when it exists."""
     import orbax.checkpoint as ocp
 
+    partial.refuse_existing(Path(folder))
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(Path(folder).absolute(), state)
 

@@ -193,7 +193,7 @@ def test_a_tree_in_float32_as_after_training(tmp_path, published):
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 
-def test_refusals(tmp_path, published, capsys):
+def test_refusals(tmp_path, published, capsys, monkeypatch):
     (tmp_path / "there").mkdir()
     for options, text in [
         ({"target": tmp_path / "there"}, "exists already"),
@@ -232,8 +232,11 @@ def test_refusals(tmp_path, published, capsys):
 
     assert main(["convert", str(published), str(tmp_path / "y.gguf")]) == 2
     assert "exists already" in capsys.readouterr().err
-    (tmp_path / "file").touch()  # no folder can be made there: as with a full disk, one line, not a traceback
-    assert main(["convert", str(published), str(tmp_path / "file" / "y.gguf")]) == 2
+    (tmp_path / "file").touch()
+    assert main(["convert", str(tmp_path / "nothing is read"), str(tmp_path / "file" / "a" / "y.gguf")]) == 2
+    assert "file: it is no folder; give another path" in capsys.readouterr().err
+    monkeypatch.setattr("loaders.convert.open_checkpoint", lambda *a, **k: Path("/dev/full").write_bytes(b"x"))
+    assert main(["convert", str(published), str(tmp_path / "y2.gguf")]) == 2  # one line, not a traceback
     assert "error: [Errno" in capsys.readouterr().err
 
 

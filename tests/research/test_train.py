@@ -123,6 +123,8 @@ def test_training_from_scratch_learns_and_resumes(tmp_path):
     assert [n for n, _ in heard] == [1, 10, 20, 30]
     small.close(heard[1][1], history["loss"][9])
     train.save(tmp_path / "state", state)
+    with pytest.raises(CheckpointError, match="state: exists already"):
+        train.save(tmp_path / "state", state)
     back = train.restore(tmp_path / "state", train.start(train.initial_weights(CONFIG), optimizer))
     assert int(back.step) == 40
     jax.tree.map(np.testing.assert_array_equal, back, state)
