@@ -39,6 +39,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=65536, help="tokens of a step")
     parser.add_argument("--short", type=int, default=768, help="length of ordinary rows")
     parser.add_argument("--long", type=int, default=4096, help="length of rows with a long record")
+    parser.add_argument("--long-share", type=float, default=0.3, help="of the steps that use long rows, later on")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="float32: for a CPU")
     parser.add_argument("--rate", type=float, default=3e-3, help="highest learning rate")
     parser.add_argument("--optimizer", choices=("muon", "adamw"), default="muon")
     parser.add_argument("--processes", type=int, default=12, help="processes that make rows")
@@ -56,8 +58,8 @@ def arguments() -> argparse.Namespace:
 class Schedule:
     """What changes over the run, as a function of the share of time gone, 0 to 1."""
 
-    def __init__(self, rate: float):
-        self.top = rate
+    def __init__(self, rate: float, long_share: float):
+        self.top, self.long_share = rate, long_share
 
     def rate(self, gone: float) -> float:
         """Warm up over 3 %, then a cosine to a hundredth."""
@@ -67,7 +69,7 @@ class Schedule:
 
     def long(self, gone: float) -> float:
         """How many of the steps use long rows."""
-        return 0.0 if gone < 0.3 else 0.3
+        return 0.0 if gone < 0.3 else self.long_share
 
     def quantised(self, gone: float, step: int) -> float:
         """Share of quantisation of a step: in the last third two steps of three."""
@@ -114,7 +116,7 @@ def resumed(folder: Path) -> tuple[dict, Vocabulary]:
 
 def run(args, config, encoder, sources, start) -> dict:
     """The training run; returns the weights, float32."""
-    numerics = Numerics("serving", "bfloat16")
+    numerics = Numerics("serving", args.dtype)
     build = quantisation.aware(train.full(config, numerics), config)
     optimizer = optax.inject_hyperparams(functools.partial(_optimizer, kind=args.optimizer))(rate=0.0)
     state = train.start(start or train.initial_weights(config, args.seed, std=0.04), optimizer)
@@ -126,7 +128,7 @@ def run(args, config, encoder, sources, start) -> dict:
     if check:
         asked = suite.items(suite.NAMES, args.items, length=lambda item: len(encoder(item)[0]), seed=1)
         groups = list(checking.batches(encoder, asked, args.long, 16))
-    schedule = Schedule(args.rate)
+    schedule = Schedule(args.rate, args.long_share)
     feeds = {length: iter(source) for length, source in sources.items()}
     log = open(args.out / "log.jsonl", "w", encoding="utf-8")  # noqa: SIM115
     rng = np.random.default_rng(args.seed)

@@ -32,6 +32,14 @@ def _asked(rng: random.Random, split: str) -> str:
     return choose(rng, split, _ASK, 2)
 
 
+_SAID = {"+": "plus", "-": "minus", "*": "times"}
+
+
+def _spelled(rng: random.Random, split: str, a: int, sign: str, b: int) -> str:
+    kind = rng.random() if split == TRAIN else 1.0
+    return f"{a}{sign}{b}" if kind < 0.15 else f"{a} {_SAID[sign]} {b}" if kind < 0.3 else f"{a} {sign} {b}"
+
+
 def arithmetic(rng: random.Random, split: str) -> Item:
     """One sum, difference or product."""
     thinking = rng.random() < 0.75
@@ -51,7 +59,7 @@ def arithmetic(rng: random.Random, split: str) -> Item:
         "subtract": ("-", a - b, _subtract),
         "multiply": ("*", a * b, _multiply),
     }[kind]
-    question = wrapped(rng, split, _asked(rng, split).format(f"{a} {sign} {b}"))
+    question = wrapped(rng, split, _asked(rng, split).format(_spelled(rng, split, a, sign, b)))
     thought = columns(a, b) if thinking else ""
     return Item("arithmetic", kind, (user(question),), str(result), thought, thinking=thinking)
 

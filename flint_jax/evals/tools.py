@@ -36,10 +36,18 @@ _QUESTIONS = (
     "How is the {noun} in {value}?",
     "{Noun} in {value}?",
     "I need the {noun} of {value}.",
+    "Find the {noun} in {value}.",
+    "Get me the {noun} of {value}, please.",
+    "Check the {noun} for {value}.",
+    "Read me the {noun} in {value}.",
+    "Look up the {noun} for {value}.",
+    "Do you know the {noun} in {value}?",
     "What is the {noun} for {value}?",
     "Show me the {noun} in {value}.",
 )
-_PLAIN_QUESTIONS = ("What is the {noun}?", "Tell me the {noun}.", "I need the {noun}.", "Show me the {noun}.")
+_PLAIN_QUESTIONS = ("What is the {noun}?", "Tell me the {noun}.", "I need the {noun}.", "Get me the {noun}.",
+                    "Find the {noun}.", "Check the {noun}.", "Read me the {noun}.", "Show me the {noun}.")  # fmt: skip
+_WHEN = (" today", " now", " tomorrow", " tonight", " right now", " please", " this week")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +61,7 @@ class _Tool:
 
     @property
     def name(self) -> str:
-        return f"{self.verb}_{self.noun}"
+        return f"{self.verb}_{self.noun}".replace(" ", "_")
 
     @property
     def definition(self) -> dict[str, Any]:
@@ -141,7 +149,8 @@ def _filled(rng: random.Random, split: str, tool: _Tool) -> dict[str, Any]:
 def _nouns(rng: random.Random, split: str, count: int) -> list[str]:
     words = several(rng, split, count)
     if split == TRAIN:
-        return [thing if rng.random() < 0.4 else w for w, thing in zip(words, rng.sample(THINGS, count), strict=True)]
+        words = [thing if rng.random() < 0.4 else w for w, thing in zip(words, rng.sample(THINGS, count), strict=True)]
+        words = [f"{rng.choice(COMMON)} {w}" if rng.random() < 0.1 else w for w in words]
     return words
 
 
@@ -153,6 +162,8 @@ def _question(rng: random.Random, split: str, tools: list[_Tool]) -> Item:
     tool = tools[at] = _described(rng, verb, noun, {} if plain else {key: {"type": "string"}})
     text = choose(rng, split, _PLAIN_QUESTIONS if plain else _QUESTIONS, 1 if plain else 2)
     value = rng.choice((name(rng, split), name(rng, split), invented(rng, split)))
+    if split == TRAIN and rng.random() < 0.2:
+        text = text[:-1] + rng.choice(_WHEN) + text[-1]
     text = text.format(noun=noun, Noun=noun.capitalize(), value=value)
     return _item(rng, split, tools, text, [(tool, {} if plain else {key: value})], "a question")
 
@@ -203,11 +214,14 @@ def result(rng: random.Random, split: str) -> Item:
     ]
     replies, sentences = [], []
     for one, (called, _) in zip(calls, asked.calls, strict=True):
-        noun = called.split("_", 1)[1]
+        noun = called.split("_", 1)[1].replace("_", " ")
         text, said = _came_back(rng, split)
         replies.append({"role": "tool", "tool_call_id": one["id"], "content": text})
         sentences.append(f"For {noun}: {said}.")
-    messages = (*asked.messages, {"role": "assistant", "content": "", "tool_calls": calls}, *replies)
+    turn = {"role": "assistant", "content": "", "tool_calls": calls}
+    if asked.thinking and rng.random() < 0.5:  # as a client sends it back that keeps what it got
+        turn["reasoning_content"] = asked.thought
+    messages = (*asked.messages, turn, *replies)
     thought = "The result is there." if asked.thinking else ""
     return Item("tool results", "one" if len(calls) == 1 else "two", messages, " ".join(sentences), thought,
                 tools=asked.tools, thinking=asked.thinking)  # fmt: skip

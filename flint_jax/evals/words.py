@@ -44,10 +44,30 @@ _VOWELS = _words("a e i o u")
 _ENDS = ("", "n", "r", "s", "l", "x")
 
 
+# Pieces of English spelling: words put together of them look like any word, and use all of a vocabulary.
+_PIECES = _words(
+    "th ch sh ph wh br cr dr fr gr pr tr bl cl fl gl pl sl sc sk sm sn sp st sw tw qu a e i o u ai ay ea ee oo ou ow "
+    "ll ss tt ck ng nd nt mp rt rd rm sy ly ty ing ed er est ness ful ion ment able ight ough all ell ill oll and end "
+    "ist ism ous ive ant ent ard ber der ger ker ler mer per ter y ay oy un re in dis over under b c d f g h j k l m n "
+    "p r s t v w x z cloud sun rain wind snow"
+)
+
+
+def _odd(rng: random.Random) -> str:
+    kind = rng.random()
+    if kind < 0.25:
+        return "".join(rng.choice("abcdefghijklmnopqrstuvwxyz") for _ in range(rng.randint(2, 8)))
+    word = "".join(rng.choice(_PIECES) for _ in range(rng.randint(2, 4)))
+    return word + str(rng.randint(0, 99)) if kind < 0.3 else word
+
+
 def invented(rng: random.Random, split: str) -> str:
-    """A word of two or three syllables; held-out words never occur in training."""
+    """A word of two or three syllables, in training also of any letters; held-out words never occur in training."""
 
     def make(rng):
+        if split == TRAIN and rng.random() < 0.35:
+            word = _odd(rng)
+            return word, word
         word = "".join(rng.choice(_ONSETS) + rng.choice(_VOWELS) for _ in range(rng.choice((2, 2, 3))))
         word += rng.choice(_ENDS)
         return word, word

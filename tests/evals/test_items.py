@@ -17,7 +17,9 @@ def test_arithmetic_is_right(split):
     rng = random.Random(1)
     for _ in range(500):
         item = evals.arithmetic(rng, split)
-        a, sign, b = re.search(r"(\d+) ([-+*]) (\d+)", item.messages[0]["content"]).groups()
+        signs = {"plus": "+", "minus": "-", "times": "*"}
+        a, sign, b = re.search(r"(\d+) ?([-+*]|plus|minus|times) ?(\d+)", item.messages[0]["content"]).groups()
+        sign = signs.get(sign, sign)
         assert item.content == str({"+": int(a) + int(b), "-": int(a) - int(b), "*": int(a) * int(b)}[sign])
         steps = re.findall(r"(\d+) ([-+*]) (\d+) ([-+]) (\d+) = (\d+)", item.thought)
         assert bool(steps) == item.thinking
