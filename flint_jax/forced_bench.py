@@ -135,12 +135,12 @@ def run(args: argparse.Namespace) -> list[dict]:
             ):
                 spent.clear()
     print(f"vocabulary {lm.config.vocab_size:,}, {args.context:,} tokens of context, {args.tokens} a round")
-    print(f"{'output':<8}{'ms/token':>9}{'range':>16}{'to free':>9}{'range':>18}", end="")
+    print(f"{'output':<8}{'ms/token':>9}{'range':>18}{'to free':>9}{'range':>18}", end="")
     print(f"{'mask us':>9}{'push us':>9}{'allowed':>9}")
     rows = [_row(kind, rounds, held[kind]) for kind in held]
     for row in rows:
         low, high = row["range"]
-        line = f"{row['output']:<8}{row['ms']:>9.3f}{f'{low:.3f} to {high:.3f}':>16}"
+        line = f"{row['output']:<8}{row['ms']:>9.3f}{f'{low:.3f} to {high:.3f}':>18}"
         if "cost" in row:
             low, high = row["cost_range"]
             line += f"{row['cost']:>+9.1%}{f'{low:+.1%} to {high:+.1%}':>18}"
