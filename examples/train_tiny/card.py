@@ -1,6 +1,6 @@
 """The tables of docs/tiny.md, from the evaluations that are kept beside this file.
 
-    python -m flint_jax eval --sampling both --items 200 --output examples/train_tiny/scores/bf16.json
+    python -m flint_jax eval --sampling both --items 100 --output examples/train_tiny/scores/bf16.json
     python -m examples.train_tiny.card
 
 writes them. Scores without a file are left out.

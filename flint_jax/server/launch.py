@@ -172,7 +172,7 @@ def _silent(params: Any) -> Any:
 def banner(served: ServedModel, model: ModelSettings, server: ServerSettings, url: str) -> str:
     """What the user reads when the server is ready."""
     engine = served.engine
-    source = model.model or _embedded()
+    source = model.model or "the package: small talk, sums, look-ups and tool calls; docs/tiny.md says more"
     dtype = "bfloat16" if model.dtype == "auto" else model.dtype
     lines = [
         f"Ready: {served.names[0]}, {engine.config.num_parameters:,} parameters in {dtype}, from {source}",
@@ -191,14 +191,6 @@ def banner(served: ServedModel, model: ModelSettings, server: ServerSettings, ur
             f"Try:  curl {url}/v1/chat/completions{key} -d '{body}'",
         ]
     )
-
-
-def _embedded() -> str:
-    from loaders.embedded import shipped
-
-    if not shipped():
-        return "a tiny random checkpoint, whose answers are nonsense"
-    return "the small embedded model: it does small talk, sums, look-ups and tool calls, see docs/tiny.md"
 
 
 def _sampling_defaults(served: ServedModel) -> dict[str, Any]:

@@ -22,8 +22,6 @@ ROOT = Path(__file__).parents[2]
 MOST = 320  # tokens of a reply
 DISTANCES = (300, 900)  # tokens; the window is 129
 
-trained = pytest.mark.skipif(not embedded.shipped(), reason="no trained weights in the package")
-
 
 def read(format: str, **options):
     return flint_jax.load(embedded_checkpoint(format), progress=False, **options)
@@ -68,7 +66,6 @@ def score(model, items) -> tuple[int, int]:
     return sum(right), sum(reply.well_formed for reply in replies)
 
 
-@trained
 @pytest.mark.slow
 def test_company_changes_nothing(bf16, asked):
     """Alone in pieces of 32 tokens; in batches of four and pieces of 256; the same again from the prefix cache."""
@@ -84,7 +81,6 @@ def test_company_changes_nothing(bf16, asked):
     assert after["prefix_hits"] > before["prefix_hits"]
 
 
-@trained
 @pytest.mark.slow
 def test_both_formats_answer_right(bf16, asked):
     """A small sample of the scores in docs/tiny.md: 9 of 10 exact, and the formats one reply apart at most."""
@@ -96,7 +92,6 @@ def test_both_formats_answer_right(bf16, asked):
     assert abs(packed - right) <= 1
 
 
-@trained
 @pytest.mark.slow
 @pytest.mark.oracle
 @pytest.mark.skipif(not Path(PYTHON).exists(), reason="no environment with transformers")
@@ -116,7 +111,6 @@ def test_transformers_writes_the_same(tmp_path):
     assert greedy(model.engine, prompts) == want
 
 
-@trained
 def test_what_is_shipped():
     """Both formats: the recipe's shape and its features, one tokenizer and template; 16 MB at most."""
     plain, packed = (loaders.open_checkpoint(embedded_checkpoint(f)) for f in ("bf16", "nvfp4"))
@@ -146,6 +140,9 @@ def test_every_file_goes_into_the_wheel():
     assert files == packed
 
 
-def test_another_format_is_refused():
+def test_what_is_not_there_is_refused(monkeypatch, tmp_path):
     with pytest.raises(CheckpointError, match="format 'int8': need one of bf16, nvfp4"):
         embedded_checkpoint("int8")
+    monkeypatch.setattr(embedded, "HERE", tmp_path)
+    with pytest.raises(CheckpointError, match="lacks the embedded model; name a model"):
+        embedded_checkpoint()

@@ -18,7 +18,7 @@ import openai
 import pytest
 
 from examples import first_session
-from loaders import embedded, load_tokenizer
+from loaders import load_tokenizer
 from tests import soak
 
 ROOT = Path(__file__).parents[2]
@@ -31,7 +31,6 @@ user      Hello
 thinks    A greeting.
 flint     Hello! How can I help you?
 user      My dog is called Bello.
-thinks    The user tells me something to remember.
 flint     Noted: your dog is called Bello.
 user      What is my dog called?
 thinks    The user told me this before.
@@ -212,13 +211,11 @@ def test_embedded_model(tmp_path, capsys):
     server = ServePy(tmp_path, "--max-model-len", "1024")
     assert server.early.status_code == 503
     assert server.early.json()["status"] == "loading"
-    named = "Ready: flint-tiny" if embedded.shipped() else "nonsense"
-    for words in (named, "GiB", f"{server.url}/v1", "curl"):
+    for words in ("Ready: flint-tiny, ", "docs/tiny.md", "GiB", f"{server.url}/v1", "curl"):
         assert words in server.printed
     check_clients(server)
     check_forced(server)
-    if embedded.shipped():
-        check_session(server, capsys)
+    check_session(server, capsys)
     check_hang_ups(server)
     # the line that the banner offers works as it is
     command = server.printed.strip().splitlines()[-1].removeprefix("Try: ").strip()
