@@ -35,7 +35,7 @@ def prepare_process() -> None:
     pieces of 32 MiB), so it is bounded to 2 GiB. Not for a library: with the bound, one transfer of more than that
     fails. XLA's own variables, if set, win.
     """
-    if not any(name in os.environ for name in _FRACTION):
+    if not any(os.environ.get(name) for name in _FRACTION):
         os.environ[_FRACTION[0]] = "0.92"
     os.environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "2")
 

@@ -33,20 +33,16 @@ def convert(
     export.check(target, to, weight_format)
     without = str(tokenizer) == "none"
     ckpt = open_checkpoint(source, config=config, tokenizer=None if without else tokenizer)
-    spoken = None if without else ckpt.tokenizer
-    folder = None if without else ckpt.tokenizer_path
+    about = {
+        "generation": ckpt.generation,
+        "name": ckpt.name,
+        "tokenizer": None if without else ckpt.tokenizer,
+        "tokenizer_folder": None if without else ckpt.tokenizer_path,
+    }
     if to == "orbax":
         export._refuse_conversion(weight_format)
         tree = load_weights(ckpt, dtype="stored", progress=progress)
-        orbax.save(
-            target,
-            ckpt.config,
-            tree,
-            tokenizer=spoken,
-            tokenizer_folder=folder,
-            generation=ckpt.generation,
-            name=ckpt.name,
-        )
+        orbax.save(target, ckpt.config, tree, **about)
         return target
     stored = ckpt.format == "orbax"
     weights = TreeWeights(load_weights(ckpt, dtype="stored", progress=progress)) if stored else FileWeights(ckpt.plan)
@@ -56,10 +52,7 @@ def convert(
         weights,
         to=to,
         weight_format=weight_format,
-        generation=ckpt.generation,
-        name=ckpt.name,
-        tokenizer=spoken,
-        tokenizer_folder=folder,
+        **about,
         gguf_tokenizer=None if without else _gguf_tokenizer(ckpt),
         progress=progress,
     )

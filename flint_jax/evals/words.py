@@ -93,17 +93,13 @@ def wrapped(rng: random.Random, split: str, text: str, *, closing: bool = True) 
         return text
     if rng.random() < 0.7:
         before = around(rng, rng.randint(1, 5))
-        keep = rng.random() < 0.5
-        text = before[0].upper() + before[1:] + rng.choice((" ", " ", ", ", ": ")) + _first(text, keep)
+        first = text[0] if rng.random() < 0.5 else text[0].lower()
+        text = before[0].upper() + before[1:] + rng.choice((" ", " ", ", ", ": ")) + first + text[1:]
     if closing and rng.random() < 0.5:
         behind = rng.choice(_CLOSINGS) if rng.random() < 0.5 else f", {around(rng, rng.randint(1, 3))}"
         end = text[-1] if text[-1] in ".?!" else ""
         text = text.removesuffix(end) + behind + (rng.choice(".?!") if end else "")
     return text
-
-
-def _first(text: str, keep: bool) -> str:
-    return text if keep else text[0].lower() + text[1:]
 
 
 def several(rng: random.Random, split: str, count: int) -> list[str]:

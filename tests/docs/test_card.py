@@ -3,6 +3,8 @@
 import dataclasses
 import json
 
+import pytest
+
 from examples.train_tiny import card
 from flint_jax.evals.suite import Row
 
@@ -54,19 +56,32 @@ def test_the_card_is_that_of_the_evaluations():
     assert list(card.read("default")) == ["bf16"]
 
 
-def test_what_the_card_promises():
-    """Greedy 95 % and 99 %; NVFP4 and transformers numerics within a point of BF16, but for NVFP4's look-ups (2.5)."""
+def look_up(table) -> float:
+    return card.share(table, "look-up", beyond=card.WINDOW)
+
+
+MEASURES = {
+    "tools": lambda table: card.share(table, "tools"),
+    "arithmetic": lambda table: card.share(table, "arithmetic"),
+    "look-up": look_up,
+    "format": card.formed,
+}
+# docs/tiny.md, Limits: 2.3 points lost, most of them at 3,500 tokens. A model that keeps them makes this test fail.
+OPEN = pytest.mark.xfail(strict=True, reason="NVFP4 loses more than a point of BF16's look-ups beyond the window")
+
+
+def test_the_bars_are_met():
+    """As shipped, greedy: 95 % and 99 %."""
+    for table in card.read("greedy").values():
+        for name, measure in MEASURES.items():
+            assert measure(table) >= (0.99 if name == "format" else 0.95)
+
+
+@pytest.mark.parametrize("measure", MEASURES)
+@pytest.mark.parametrize("column", ["nvfp4", "bf16-transformers"])
+def test_within_a_point_of_bf16(column, measure, request):
+    if (column, measure) == ("nvfp4", "look-up"):
+        request.applymarker(OPEN)
     tables = card.read("greedy")
-    for table in tables.values():
-        assert card.share(table, "tools") >= 0.95
-        assert card.share(table, "look-up", beyond=card.WINDOW) >= 0.95
-        assert card.share(table, "arithmetic") >= 0.95
-        assert card.formed(table) >= 0.99
-
-    def look_up(table):
-        return card.share(table, "look-up", beyond=card.WINDOW)
-
-    for measure in (lambda t: card.share(t, "tools"), lambda t: card.share(t, "arithmetic"), look_up, card.formed):
-        for name, table in tables.items():
-            allowed = 0.025 if (name, measure) == ("nvfp4", look_up) else 0.01
-            assert abs(measure(table) - measure(tables["bf16"])) <= allowed + 1e-9
+    values = [MEASURES[measure](tables[name]) for name in (column, "bf16")]
+    assert abs(values[0] - values[1]) <= 0.01 + 1e-9  # in hundredths: 0.97 - 0.96 is more than 0.01

@@ -10,12 +10,16 @@ def _shared_server():
         yield server
 
 
+def _idle(server: Server):
+    server.reset()
+    yield server
+    server.reset()
+
+
 @pytest.fixture
 def server(_shared_server) -> Server:
     """One server for most tests; each gets it idle, and must leave it idle."""
-    _shared_server.reset()
-    yield _shared_server
-    _shared_server.reset()
+    yield from _idle(_shared_server)
 
 
 @pytest.fixture(scope="session")
@@ -27,6 +31,4 @@ def _show():
 @pytest.fixture
 def show(_show) -> Server:
     """The same with a template that prints the conversation; see ``harness.prompt_of``."""
-    _show.reset()
-    yield _show
-    _show.reset()
+    yield from _idle(_show)
