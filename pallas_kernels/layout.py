@@ -188,33 +188,35 @@ def _as_int32(words):
 
 
 def _unpack_nvfp4(words: Int32[Array, "... T B 288"], paired: bool) -> Float[Array, "... R C"]:
+    """float32 values. One expression of every element's own place and no concatenation: with a gather in front, XLA
+    would write the parts of one to memory, in float32 (8 bytes a weight on a GPU; here it is 1 byte)."""
     word = lax.bitcast_convert_type(words, jnp.uint32)
     *lead, tiles, blocks, _ = word.shape
-    codes = word[..., :256].reshape(*lead, tiles, blocks, 2, 8, 4, 4)  # T, B, i high, g, q, i low
-    halves = []
-    for h in range(2):
-        columns = []
-        for c in range(2):
-            magnitude_bit, sign_bit = CODE_BITS[h + 2 * c]
-            for e in range(2):
-                half = codes >> jnp.uint32(16 * e)
-                magnitude = (half >> jnp.uint32(magnitude_bit)) & jnp.uint32(7)
-                sign = (half >> jnp.uint32(sign_bit)) & jnp.uint32(1)
-                bits = ((magnitude << jnp.uint32(9)) | (sign << jnp.uint32(15))).astype(jnp.uint16)
-                columns.append(lax.bitcast_convert_type(bits, jnp.float16).astype(jnp.float32) * jnp.float32(2.0**14))
-        halves.append(jnp.stack(columns, -1))
-    value = jnp.stack(halves, -2)  # T, B, i high, g, q, i low, h, column in quad
     n = len(lead)
-    value = value.transpose(*range(n), n, n + 6, n + 3, n + 1, n + 2, n + 5, n + 4, n + 7)  # T h g B ihi ilo q quad
+    codes = word[..., :256].reshape(*lead, tiles, blocks, 2, 8, 4, 4)  # T, B, i high, g, q, i low
+    codes = codes.transpose(*range(n), n, n + 3, n + 1, n + 2, n + 5, n + 4)
+    shape = (*lead, tiles, 2, 8, blocks, 2, 4, 4, 2, 2)  # T, h, g, B, i high, i low, q, c, e
+    codes = lax.broadcast_in_dim(codes, shape, (*range(n), n, *range(n + 2, n + 7)))
+    h, c, e = (lax.broadcasted_iota(jnp.uint32, shape, n + axis) for axis in (1, 7, 8))
+    # Both halves of a word at once: the magnitude of code h + 2 c moves to bits 9 to 11 of its half, the sign to bit 15
+    # (the inverse of CODE_BITS), which makes a float16 of 2^-14 times the weight.
+    code = h + jnp.uint32(2) * c
+    to_sign = (jnp.uint32(0x2130) >> (jnp.uint32(4) * code)) & jnp.uint32(15)
+    both = (codes << (jnp.uint32(3) * code)) & jnp.uint32(0x0E000E00)
+    both = both | ((codes << to_sign) & jnp.uint32(0x80008000))
+    half = (both >> (jnp.uint32(16) * e)).astype(jnp.uint16)
+    value = lax.bitcast_convert_type(half, jnp.float16).astype(jnp.float32)
 
     packed = word[..., 256:].reshape(*lead, tiles, blocks, 8, 4)  # T, B, g, q
-    bytes_ = [(packed >> jnp.uint32(8 * b)) & jnp.uint32(255) for b in range(4)]
-    scale = jnp.stack([jnp.stack(bytes_[:2], -1), jnp.stack(bytes_[2:], -1)], -1)  # T B g q r h
-    scale = scale.transpose(*range(n), n, n + 5, n + 2, n + 1, n + 3, n + 4)  # T h g B q r
-    scale = scale.reshape(*lead, tiles, 2, 8, blocks * 8).astype(jnp.uint8)
-    scale = lax.bitcast_convert_type(scale, jnp.float8_e4m3fn).astype(jnp.float32)
+    packed = packed.transpose(*range(n), n, n + 2, n + 1, n + 3)
+    shape = (*lead, tiles, 2, 8, blocks, 4, 2)  # T, h, g, B, q, r
+    packed = lax.broadcast_in_dim(packed, shape, (*range(n), n, *range(n + 2, n + 5)))
+    h, r = (lax.broadcasted_iota(jnp.uint32, shape, n + axis) for axis in (1, 5))
+    scale = (packed >> (jnp.uint32(16) * h + jnp.uint32(8) * r)).astype(jnp.uint8)
+    scale = lax.bitcast_convert_type(scale, jnp.float8_e4m3fn).astype(jnp.float32) * jnp.float32(2.0**14)
 
-    value = value.reshape(*lead, tiles, 2, 8, blocks * 8, 16) * scale[..., None]
+    groups = (*lead, tiles, 2, 8, blocks * 8)
+    value = value.reshape(*groups, 16) * scale.reshape(groups)[..., None]
     return _join_rows(value.reshape(*lead, tiles, 2, 8, blocks * BLOCK), paired)
 
 
