@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flint_jax import forced_bench, score_bench
+from flint_jax import forced_bench, moe_bench, score_bench
 from flint_jax.cache import PAGE, table_width
 from flint_jax.model import Flint
 from flint_jax.number_flags import whole, wholes
@@ -55,6 +55,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     forced = commands.add_parser("forced", help="what holding the output to a grammar costs a token, one request alone")
     forced_bench.arguments(forced)
     forced.set_defaults(run=forced_bench.run)
+    experts = commands.add_parser("experts", help="the routed experts of a layer on many tokens, in several ways")
+    moe_bench.arguments(experts)
+    experts.set_defaults(run=moe_bench.run)
     commands.add_parser("serve", help="load on a running server, and a check of what it sends; see bench serve --help")
     args = parser.parse_args(argv)
     print(_header())

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import functools
 import math
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -18,10 +17,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from flint_jax.numerics import SCALED, Adapted, Matrix, Numerics, project, silu
+from pallas_kernels import device
 
 # Gathered weights are materialised, in the compute dtype: three full-size bf16 tokens' worth.
 GATHER_BYTES = 128 << 20
-BLOCK = 64  # tokens of one expert that are multiplied together in the block path
+# Unpacked weights that the block path has at once; on a GPU, the most tokens of one expert that meet them together.
+GROUP_BYTES, CPU_GROUP_BYTES = 256 << 20, 1 << 20
+MOST_ROWS = 512
 # In training, up to this many times the chosen experts' products: all experts on all tokens are plain matrix products,
 # while the gradient of gathered weights is a scatter with thousands of collisions.
 EVERYWHERE = 4
@@ -45,6 +47,18 @@ def grouped(nbytes: int) -> Iterator[None]:
         _grouped.reset(token)
 
 
+class Blocks(NamedTuple):
+    """How the block path cuts its work: tokens of one expert (``rows``) make a block, ``group`` blocks run at a time.
+
+    skip: leave out groups without a token, of which there are many with most routings. Deciding that can make a GPU
+    wait for the host; False computes them all.
+    """
+
+    rows: int
+    group: int
+    skip: bool = True
+
+
 class Routing(NamedTuple):
     """Router logits [M,E] and the chosen experts [M,A], best first, with their weights (float32)."""
 
@@ -62,21 +76,27 @@ def experts(
     layer: int,
     numerics: Numerics,
     each: Callable[[Array], Array] = lambda outputs: outputs,
+    cut: Blocks | None = None,
 ) -> Float[Array, "M D"]:
     """Weighted sum of each token's experts. gate_up [Lm,E,2F,D] and down [Lm,E,D,F] are whole stacks.
 
-    each: sees, and may replace, the experts' outputs [M,A,D] before they are weighted.
+    each: sees, and may replace, the experts' outputs [M,A,D] before they are weighted. cut: take the block path, cut
+    like this; by default ``blocks`` says how, and few tokens gather their weights instead.
     """
     tokens, active = routing.ids.shape
-    per_pair = 3 * math.prod(down.shape[-2:]) * x.dtype.itemsize
+    experts_here, expert_bytes = gate_up.shape[1], 3 * math.prod(down.shape[-2:]) * x.dtype.itemsize
     flat = _flatten_experts(gate_up), _flatten_experts(down)
-    ids = routing.ids + layer * gate_up.shape[1]
-    small = tokens * active * per_pair <= GATHER_BYTES and _grouped.get() is None
-    if _grouped.get() is not None and gate_up.shape[1] <= EVERYWHERE * active and not isinstance(gate_up, Adapted):
+    ids = routing.ids + layer * experts_here
+    training, pairs = _grouped.get(), tokens * active
+    if training is not None and experts_here <= EVERYWHERE * active and not isinstance(gate_up, Adapted):
         y = _everywhere(x, routing.ids, *(jax.tree.map(lambda a: a[layer], w) for w in (gate_up, down)), numerics)
+    elif training is None and cut is None and pairs * expert_bytes <= GATHER_BYTES:
+        y = _gathered(x, ids, *flat, numerics)
     else:
-        run = _gathered if small else functools.partial(_blocked, per_layer=gate_up.shape[1])
-        y = run(x, ids, *flat, numerics)
+        if cut is None:
+            packed = isinstance(gate_up.base if isinstance(gate_up, Adapted) else gate_up, SCALED)
+            cut = blocks(pairs, experts_here, expert_bytes, packed=packed, training=training)
+        y = _blocked(x, ids, *flat, numerics, experts_here, cut)
     y = each(y).astype(jnp.float32)
     # float32 sum in rank order, one rounding.
     total = jnp.zeros((tokens, x.shape[1]), jnp.float32)
@@ -131,11 +151,35 @@ def _everywhere(x, ids, gate_up, down, numerics) -> Float[Array, "M A D"]:
     return jnp.stack(picked, axis=1)
 
 
-def _blocked(x, ids, gate_up, down, numerics, per_layer) -> Float[Array, "M A D"]:
-    """Pairs sorted by expert, each expert's run padded to whole blocks, one block after the other (or all at once)."""
+def blocks(pairs: int, experts: int, expert_bytes: int, *, packed: bool, training: int | None = None) -> Blocks:
+    """How to cut ``pairs`` over ``experts`` of which each has ``expert_bytes`` of weights in the compute dtype.
+
+    Every block unpacks its expert's weights. At full size that takes an H200 as long as multiplying them with 400
+    tokens: there, blocks as large as an expert's usual share (and a quarter) are best, and many at a time, since one
+    has too little work for the chip. A CPU gains from unpacking (``packed``) what its cache holds at a time.
+    training: what ``grouped`` was given.
+    """
+    rows, room = 64, CPU_GROUP_BYTES if packed else 0
+    if training is None and device.current().capability > device.CPU.capability:
+        room = GROUP_BYTES
+        while rows < min(MOST_ROWS, 1.25 * pairs / experts):
+            rows *= 2
+    rows = min(rows, max(8, pairs // 8))
+    if training is None:
+        return Blocks(rows, max(1, room // expert_bytes))
+    most = _most_blocks(pairs, experts, rows)
+    return Blocks(rows, most if most * expert_bytes <= training else 1, skip=False)
+
+
+def _most_blocks(pairs: int, experts: int, rows: int) -> int:
+    """Blocks that any routing can need."""
+    return -(-pairs // rows) + min(experts, pairs)
+
+
+def _blocked(x, ids, gate_up, down, numerics, per_layer, cut: Blocks) -> Float[Array, "M A D"]:
+    """Pairs sorted by expert, each expert's run cut into blocks, some blocks at a time."""
     tokens, active = ids.shape
     pairs = tokens * active
-    block = min(BLOCK, max(8, pairs // 8))
     flat = ids.reshape(-1)
     order = jnp.argsort(flat, stable=True)
     sorted_ids = flat[order]
@@ -144,22 +188,30 @@ def _blocked(x, ids, gate_up, down, numerics, per_layer) -> Float[Array, "M A D"
     position = jnp.arange(pairs, dtype=jnp.int32)
     run_start = jax.lax.cummax(jnp.where(is_first, position, 0))
     within = position - run_start
-    opens_block = within % block == 0
+    opens_block = within % cut.rows == 0
     block_of_pair = jnp.cumsum(opens_block, dtype=jnp.int32) - 1
-    place = block_of_pair * block + within % block
-    count = -(-pairs // block) + min(per_layer, pairs)  # most blocks that any routing can need
-    block_expert = jnp.zeros((count,), jnp.int32).at[block_of_pair].set(sorted_ids)
-    padded = jnp.zeros((count * block, x.shape[1]), x.dtype).at[place].set(x[order // active])
+    place = block_of_pair * cut.rows + within % cut.rows
+    most = _most_blocks(pairs, per_layer, cut.rows)
+    group = min(cut.group, most)
+    groups = -(-most // group)
+    expert = jnp.zeros((groups * group,), jnp.int32).at[block_of_pair].set(sorted_ids)
+    # The token of each row of each block. Rows that are nobody's are computed from token 0, and never read.
+    token = jnp.zeros((groups * group * cut.rows,), jnp.int32).at[place].set(order // active)
+    token, expert = token.reshape(groups, group, cut.rows), expert.reshape(groups, group)
 
-    def one(args):
-        rows, expert = args
-        up, down_w = (jax.tree.map(lambda a: a[expert], w) for w in (gate_up, down))
-        act = _activate(project(rows, up), numerics)
-        return numerics.round(project(act, down_w))
+    def run(token, expert):
+        up, down_w = (jax.tree.map(lambda a: a.at[expert].get(mode="promise_in_bounds"), w) for w in (gate_up, down))
+        rows = x.at[token].get(mode="promise_in_bounds")
+        act = _activate(jax.vmap(project)(rows, up), numerics)
+        return numerics.round(jax.vmap(project)(act, down_w))
 
-    blocks = padded.reshape(count, block, -1), block_expert
-    per_block = 3 * math.prod(down.shape[-2:]) * x.dtype.itemsize
-    at_once = count * per_block <= (_grouped.get() or 0)
-    y = (jax.vmap(one)(blocks) if at_once else jax.lax.map(one, blocks)).reshape(count * block, -1)
+    if groups == 1:
+        y = run(token[0], expert[0])
+    elif not cut.skip:
+        y = jax.lax.map(lambda args: run(*args), (token, expert))
+    else:
+        needed = jnp.arange(groups, dtype=jnp.int32) * group <= block_of_pair[-1]
+        nothing = jnp.zeros((group, cut.rows, x.shape[1]), numerics.dtype)
+        y = jax.lax.map(lambda args: jax.lax.cond(args[0], run, lambda *_: nothing, *args[1:]), (needed, token, expert))
     unsorted = jnp.zeros((pairs,), jnp.int32).at[order].set(place)
-    return y[unsorted].reshape(tokens, active, -1)
+    return y.reshape(-1, x.shape[1])[unsorted].reshape(tokens, active, -1)

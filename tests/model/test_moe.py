@@ -2,6 +2,10 @@
 
 import contextlib
 import dataclasses
+import os
+import re
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +16,9 @@ from flax import nnx
 from flint_jax import moe
 from flint_jax.model import Flint, Router
 from flint_jax.numerics import Numerics
+from pallas_kernels import aot, device
+from pallas_kernels.nvfp4 import Packed
+from pallas_kernels.testing import random_tiles
 from tests.model import golden
 
 NUMERICS = Numerics("transformers", "float32")
@@ -59,6 +66,167 @@ def test_experts_match_a_loop(monkeypatch, tokens, active, ids, limit, layer):
     assert golden.row_error(got, want) < 1e-5
 
 
+def stored(form):
+    """(gate_up, down) of LAYERS layers, 128 wide, as a checkpoint or the kernels keep them."""
+    if form == "packed":
+        codes = [RNG.integers(0, 256, (LAYERS, EXPERTS, rows, 64), dtype=np.uint8) for rows in (256, 128)]
+        scales = [RNG.integers(0x30, 0x48, (LAYERS, EXPERTS, rows, 8), dtype=np.uint8) for rows in (256, 128)]
+        segments = (128, 128), (128,)
+        return tuple(
+            Packed(jnp.asarray(c), jnp.asarray(s), jnp.asarray(RNG.random((LAYERS, EXPERTS, len(g))) / 20, "f4"), g)
+            for c, s, g in zip(codes, scales, segments, strict=True)
+        )
+    if form == "plain":
+        return tuple(jnp.asarray(RNG.normal(size=(LAYERS, EXPERTS, r, 128)) / 11, jnp.float32) for r in (256, 128))
+    nvfp4 = form == "nvfp4 tiles"
+    return tuple(
+        random_tiles(jax.random.key(i), (LAYERS, EXPERTS), rows, 128, nvfp4=nvfp4, paired=i == 0)
+        for i, rows in enumerate((256, 128))
+    )
+
+
+def loop(x, ids, weights, gate_up, down, layer):
+    """``plain`` for any kind of weights, in float64."""
+
+    def values(stack, e):
+        one = stack[layer, e]
+        if isinstance(one, jax.Array):
+            return np.asarray(one, np.float64)
+        return np.asarray(one.values(jnp.float32), np.float64) * np.asarray(one.row_scale(), np.float64)[:, None]
+
+    out = np.zeros(x.shape)
+    for m, a in np.ndindex(*ids.shape):
+        gate, up = np.split(values(gate_up, ids[m, a]) @ x[m], 2)
+        out[m] += weights[m, a] * (values(down, ids[m, a]) @ (gate / (1 + np.exp(-gate)) * up))
+    return out
+
+
+ROUTINGS = {
+    "even": [[i % 8, (i + 3) % 8] for i in range(40)],
+    "uneven": [[0 if i % 4 else 5, 1 + i % 7] for i in range(40)],
+    "all tokens to one": [[6]] * 40,
+    "the first and the last": [[0, 7]] * 20,
+}
+
+
+@pytest.mark.parametrize("form", ["plain", "packed", "nvfp4 tiles", "bf16 tiles"])
+def test_groups_of_blocks_match_a_loop(form):
+    weights = stored(form)
+    numerics = Numerics("serving", "float32")
+    run = jax.jit(
+        lambda x, r, weights, cut: moe.experts(x, r, *weights, layer=1, numerics=numerics, cut=cut), static_argnums=3
+    )
+    for ids in ROUTINGS.values():
+        r = routing(len(ids), len(ids[0]), ids)
+        x = RNG.normal(size=(len(ids), 128))
+        want = loop(x, np.asarray(r.ids), np.asarray(r.weights), *weights, 1)
+        # Groups that do not divide the number of blocks, blocks one by one, all at once; with and without skipping.
+        for cut in (moe.Blocks(8, 3), moe.Blocks(16, 1), moe.Blocks(8, 100), moe.Blocks(8, 4, skip=False)):
+            got = run(jnp.asarray(x, jnp.float32), r, weights, cut)
+            assert golden.row_error(got, want) < 1e-5, (ids[:3], cut)
+
+
+@pytest.mark.parametrize(("skip", "groups"), [(True, 3), (False, 6)])
+def test_groups_that_no_token_needs_are_not_computed(monkeypatch, skip, groups):
+    """70 tokens of one expert are 9 blocks of 8; any routing would find room in 17."""
+    runs = []
+
+    def counted(gate_up, numerics, activate=moe._activate):
+        jax.debug.callback(lambda: runs.append(None))
+        return activate(gate_up, numerics)
+
+    monkeypatch.setattr(moe, "_activate", counted)
+    x, r = jnp.ones((70, WIDTH), jnp.float32), routing(70, 1, [[3]] * 70)
+    moe.experts(x, r, GATE_UP, DOWN, layer=0, numerics=NUMERICS, cut=moe.Blocks(8, 3, skip)).block_until_ready()
+    jax.effects_barrier()
+    assert len(runs) == groups
+
+
+def test_rows_of_nobody_and_experts_of_nobody_stay_out_of_sight():
+    """A block's spare rows are computed from token 0, spare blocks with expert 0 of layer 0."""
+    x = jnp.asarray(RNG.normal(size=(20, WIDTH)), jnp.float32).at[0].set(jnp.nan)
+    gate_up = GATE_UP.at[0, 0].set(jnp.nan)
+    r = routing(20, 2, [[2, 5]] * 20)
+    out = moe.experts(x, r, gate_up, DOWN, layer=1, numerics=NUMERICS, cut=moe.Blocks(8, 3))
+    finite = np.isfinite(out).all(1)
+    assert finite[1:].all()
+    assert not finite[0]
+
+
+@pytest.mark.parametrize("form", ["plain", "nvfp4 tiles"])
+def test_company_does_not_change_a_tokens_bits(form):
+    """What scoring's batch_invariant promises needs this: other tokens move it to other rows, blocks and groups."""
+    weights = stored(form)
+    weights = weights if form != "plain" else tuple(w.astype(jnp.bfloat16) for w in weights)
+    numerics = Numerics("serving", "bfloat16")
+    run = jax.jit(lambda x, r: moe.experts(x, r, *weights, layer=1, numerics=numerics, cut=moe.Blocks(8, 3)))
+    mine, my_ids = RNG.normal(size=128), [4, 1]
+    seen = set()
+    for _ in range(6):
+        x, r = RNG.normal(size=(40, 128)), routing(40, 2)
+        place = int(RNG.integers(40))
+        x[place] = mine
+        r = r._replace(ids=r.ids.at[place].set(jnp.asarray(my_ids)), weights=r.weights.at[place].set(0.5))
+        seen.add(np.asarray(run(jnp.asarray(x, jnp.bfloat16), r)[place]).tobytes())
+    assert len(seen) == 1
+
+
+def test_blocks_fit_the_device():
+    """A full-size layer: 256 experts of 3 x 2048 x 512 weights, 6 of them a token."""
+    size = {"experts": 256, "expert_bytes": 3 * 2048 * 512 * 2, "packed": True}
+    with device.assume(device.Device("a GPU", (9, 0), 132, 4.8e12)):
+        cuts = [moe.blocks(6 * tokens, **size) for tokens in (16, 512, 2048, 4096, 16384, 1 << 17)]
+        training = moe.blocks(6 * 4096, **size, training=1 << 30)
+    assert [cut.rows for cut in cuts] == [12, 64, 64, 128, 512, 512]
+    assert {cut.group for cut in cuts} == {moe.GROUP_BYTES // size["expert_bytes"]}
+    assert training == moe.Blocks(
+        64, 1, skip=False
+    )  # 640 blocks do not fit into a GiB, and a loop's gradient is simple
+    assert moe.blocks(6 * 4096, **size) == moe.Blocks(64, 1)
+    small = {"experts": 16, "expert_bytes": 1 << 17}
+    assert moe.blocks(1024, **small, packed=True) == moe.Blocks(64, 8)
+    assert moe.blocks(1024, **small, packed=False) == moe.Blocks(64, 1)
+
+
+PROGRAM = """
+import jax, jax.numpy as jnp
+from flint_jax import moe, moe_bench
+from pallas_kernels import aot
+
+def arguments(key):
+    routing = moe.Routing(jnp.zeros((2, 512, 256)), jnp.zeros((2, 512, 6), int), jnp.zeros((2, 512, 6)))
+    weights = moe_bench.random_experts(key, moe_bench.SIZES["full"], 2, NVFP4)
+    return jnp.zeros((512, 2048), jnp.bfloat16), routing, weights
+
+def layer(x, routing, weights):
+    return moe_bench.one(x, routing, weights, 1, moe.Blocks(64, 16))
+
+print(aot.compile_for("sm_90a", layer, *jax.eval_shape(arguments, jax.random.key(0))).as_text())
+"""
+
+
+@pytest.mark.compile
+@pytest.mark.slow
+@pytest.mark.skipif(not aot.available(), reason="the CUDA plugin is not installed")
+@pytest.mark.parametrize("nvfp4", [True, False])
+def test_a_gpu_unpacks_a_group_once_and_in_bfloat16(nvfp4):
+    command = [sys.executable, "-c", PROGRAM.replace("NVFP4", str(nvfp4))]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=300, env=os.environ | {"JAX_PLATFORMS": "cpu"}
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    # Of every array that some kernel writes (the operations inside a fusion write none): its type and dimensions.
+    written = [
+        (kind, np.prod([int(n) for n in dims.split(",")]))
+        for kind, dims in re.findall(r"(\w+)\[([\d,]+)\]", " ".join(re.findall(r"= (.*?) fusion\(", done.stdout)))
+    ]
+    gate_up = 16 * 1024 * 2048
+    assert max(size for kind, size in written if kind == "f32") < gate_up / 2  # accumulators of 64 rows
+    assert sum(size == gate_up for kind, size in written if kind == "bf16") == 1
+    products = re.findall(r"= f32\[(16,64,\d+)\]\S* (?:fusion|custom-call)\(", done.stdout)
+    assert {"16,64,1024", "16,64,2048"} <= set(products)
+
+
 def dense(gate_up, down, x, r):
     """All experts of one layer on all tokens, in plain jnp: what gradients are held against."""
     total = jnp.zeros_like(x)
@@ -69,15 +237,16 @@ def dense(gate_up, down, x, r):
     return total
 
 
-@pytest.mark.parametrize("path", ["blocked", "gathered", "at once", "everywhere"])
+@pytest.mark.parametrize("path", ["blocked", "groups", "gathered", "at once", "everywhere"])
 def test_experts_without_tokens_get_no_gradient_and_the_others_theirs(monkeypatch, path):
     monkeypatch.setattr(moe, "GATHER_BYTES", moe.GATHER_BYTES if path == "gathered" else 0)
     monkeypatch.setattr(moe, "EVERYWHERE", EXPERTS if path == "everywhere" else 0)
     training = path in ("at once", "everywhere")
+    cut = moe.Blocks(8, 3) if path == "groups" else None
 
     def ours(gate_up, down, x, r, towards):
         with moe.grouped(1 << 30) if training else contextlib.nullcontext():
-            return (moe.experts(x, r, gate_up, down, layer=1, numerics=NUMERICS) * towards).sum()
+            return (moe.experts(x, r, gate_up, down, layer=1, numerics=NUMERICS, cut=cut) * towards).sum()
 
     def plainly(gate_up, down, x, r, towards):
         return (dense(gate_up[1], down[1], x, r) * towards).sum()
