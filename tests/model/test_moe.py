@@ -106,6 +106,7 @@ ROUTINGS = {
     "uneven": [[0 if i % 4 else 5, 1 + i % 7] for i in range(40)],
     "all tokens to one": [[6]] * 40,
     "the first and the last": [[0, 7]] * 20,
+    "one more than a block each": [[i % 8] for i in range(72)],  # 16 blocks of 8; no routing needs more than 17
 }
 
 
