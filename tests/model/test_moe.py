@@ -200,7 +200,7 @@ def arguments(key):
     return jnp.zeros((512, 2048), jnp.bfloat16), routing, weights
 
 def layer(x, routing, weights):
-    return moe_bench.one(x, routing, weights, 1, moe.Blocks(64, 16))
+    return moe_bench.chain(x, routing, weights, 4, moe.Blocks(64, 16))
 
 print(aot.compile_for("sm_90a", layer, *jax.eval_shape(arguments, jax.random.key(0))).as_text())
 """
