@@ -8,6 +8,7 @@ import os
 import jax
 import jax.numpy as jnp
 
+from flint_jax import moe
 from flint_jax.cache import PAGE, page_bytes, slot_bytes
 from flint_jax.config import FlintConfig
 from flint_jax.errors import ConfigError
@@ -157,10 +158,13 @@ def _free_bytes(utilization: float, on_host: bool) -> int:
 
 
 def _workspace(config: FlintConfig, chunk: int, slots: int, itemsize: int) -> int:
-    """Activations of one prefill chunk, generously: residuals, scores of a key block, padded expert rows, logits."""
+    """Activations of one prefill chunk, generously: residuals, scores of a key block, padded expert rows, logits; and
+    the unpacked weights of a group of experts, with the codes in the order of their values (a quarter of that)."""
     scores = 4 * config.num_attention_heads * chunk * 512 * 3
     pairs = chunk * config.num_experts_per_tok + 64 * config.num_experts
     rows = pairs * (2 * config.hidden_size + 3 * config.moe_intermediate_size) * itemsize * 2
+    layer = 3 * config.num_experts * config.hidden_size * config.moe_intermediate_size * itemsize
+    unpacked = min(layer, moe.GROUP_BYTES) * 3 // 2
     dense = chunk * (2 * config.intermediate_size + 8 * config.hidden_size + 3 * config.q_size) * 4
     logits = 6 * 4 * max(slots, min(chunk, BLOCK)) * config.vocab_size
-    return scores + rows + dense + logits + (64 << 20)
+    return scores + rows + unpacked + dense + logits + (64 << 20)
