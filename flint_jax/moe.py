@@ -50,8 +50,8 @@ def grouped(nbytes: int) -> Iterator[None]:
 class Blocks(NamedTuple):
     """How the block path cuts its work: tokens of one expert (``rows``) make a block, ``group`` blocks run at a time.
 
-    skip: leave out groups without a token, of which there are many with most routings. Deciding that can make a GPU
-    wait for the host; False computes them all.
+    skip: leave out groups without a token: at full size four of ten, with 4,096 tokens and an even routing. XLA keeps
+    the decision inside a GPU's graph, so that the host is not asked. False computes them all.
     """
 
     rows: int
