@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import collections
 import datetime
 import json
 import statistics
@@ -17,6 +16,7 @@ import numpy as np
 
 from flint_jax import forced_bench, moe_bench, score_bench
 from flint_jax.cache import PAGE, table_width
+from flint_jax.device_trace import traced
 from flint_jax.model import Flint
 from flint_jax.number_flags import whole, wholes
 from flint_jax.numerics import Numerics
@@ -210,40 +210,10 @@ def _time(steps: Steps, slots: list[int], count: int) -> dict:
 
 
 def _profile(steps: Steps, slots: list[int], count: int = 8) -> None:
-    """Device time by kernel, then host time by event, from XLA's trace.
-
-    Kernels run one by one in it, outside of graphs, unless xla_enable_command_buffers_during_profiling is set.
-    """
-    import glob
-    import tempfile
-
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            for _ in range(count):
-                tokens, _ = steps.decode(slots, True)
-            jax.block_until_ready(tokens)
-        (path,) = glob.glob(f"{folder}/**/*.xplane.pb", recursive=True)
-        data = jax.profiler.ProfileData.from_file(path)
-        _table(data, "/device:", "Stream", count)
-        _table(data, "/host:CPU", "", count)
-
-
-def _table(data, plane_name: str, line_name: str, count: int) -> None:
-    spent, calls = collections.Counter(), collections.Counter()
-    for plane in data.planes:
-        if plane_name not in plane.name:
-            continue
-        for line in plane.lines:
-            if line_name not in line.name:
-                continue
-            for event in line.events:
-                spent[event.name] += event.duration_ns / 1e3
-                calls[event.name] += 1
-    total = sum(spent.values()) / count
-    print(f"  {plane_name} {total / 1e3:.3f} ms a step, {sum(calls.values()) / count:.0f} events")
-    print(f"  {'event':<60}{'calls':>7}{'us each':>9}{'us/step':>9}")
-    for name, micros in spent.most_common(30):
-        print(f"  {name[:60]:<60}{calls[name] / count:>7.1f}{micros / calls[name]:>9.2f}{micros / count:>9.1f}")
+    with traced(count):
+        for _ in range(count):
+            tokens, _ = steps.decode(slots, True)
+        jax.block_until_ready(tokens)
 
 
 def _last_state(steps: Steps, cache, positions, model: Flint, batch: int):

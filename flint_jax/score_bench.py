@@ -10,6 +10,7 @@ import numpy as np
 
 from flint_jax import roofline
 from flint_jax.cache import PAGE, table_width
+from flint_jax.device_trace import traced
 from flint_jax.lm import LanguageModel
 from flint_jax.model import Flint
 from flint_jax.number_flags import whole
@@ -35,6 +36,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--questions", type=whole(0), default=0, help="also: questions of 500 tokens with 4 answers each"
     )
+    parser.add_argument("--profile", action="store_true", help="a table of device time by kernel")
     parser.add_argument(
         "--no-prefill", action="store_true", help="leave out the comparison, which compiles one more large program"
     )
@@ -73,6 +75,11 @@ def run(args: argparse.Namespace) -> list[dict]:
         flush=True,
     )
     print(f"alone and together the same bits: {row['same_bits']}", flush=True)
+    if args.profile:
+        begin = scorer.stats.steps
+        scorer.score_texts(texts)  # how many steps that takes
+        with traced(scorer.stats.steps - begin, host=False):
+            scorer.score_texts(texts)
     if args.questions:
         row |= _questions(scorer, args.questions, rng)
         print(
