@@ -15,6 +15,7 @@ from pallas_kernels import device, layout
 
 log = logging.getLogger("flint_jax")
 
+WIDTH = 1024  # columns that the eight warps of a norm, and of the experts' first product, take at a time
 PAIRED = ("dense_gate_up", "expert_gate_up", "shared_gate_up")
 
 
@@ -25,7 +26,7 @@ def wanted(config: FlintConfig, numerics: Numerics, kernels: str) -> bool:
     """
     if kernels == "xla":
         return False
-    reason = _obstacle(config, numerics)
+    reason = _obstacle(config, numerics) or (_too_small(config) if kernels == "auto" else None)
     if reason is None and kernels == "auto" and not device.current().kernels:
         return False
     if reason is not None:
@@ -43,6 +44,16 @@ def _obstacle(config: FlintConfig, numerics: Numerics) -> str | None:
             return f"{name} is {spec.shape[-2]} x {spec.shape[-1]}, which is no multiple of 16 x 128"
     if not config.moe_layers:
         return "the model has no experts"
+    return None
+
+
+def _too_small(config: FlintConfig) -> str | None:
+    """Why most kernels would leave this model to their references, which are slower on tiles than on plain weights."""
+    if config.hidden_size % WIDTH:
+        return f"the hidden size {config.hidden_size} is no multiple of {WIDTH}"
+    experts = config.num_experts
+    if experts < 64 or experts & (experts - 1):
+        return f"{experts} experts are no power of two from 64 on"
     return None
 
 

@@ -16,7 +16,8 @@ from flint_jax.model import Flint
 from flint_jax.numerics import Numerics
 from flint_jax.random_weights import random_weights
 from flint_jax.step import Sizes, Steps
-from loaders.synthetic import spread
+from loaders.synthetic import preset, spread
+from pallas_kernels import device
 from tests.model.golden import row_error
 
 CONFIG = FlintConfig(
@@ -85,11 +86,23 @@ def test_what_does_not_fit_is_said(caplog):
     caplog.set_level("INFO", "flint_jax")
     assert tiles.wanted(CONFIG, NUMERICS, "pallas")
     assert not tiles.wanted(CONFIG, NUMERICS, "xla")
-    assert tiles.wanted(CONFIG, NUMERICS, "auto") == (jax.default_backend() == "gpu")
+    assert tiles.wanted(preset("full"), NUMERICS, "auto") == (jax.default_backend() == "gpu")
     assert not tiles.wanted(CONFIG, Numerics("serving", "float32"), "pallas")
     odd = dataclasses.replace(CONFIG, intermediate_size=192)
     assert not tiles.wanted(odd, NUMERICS, "pallas")
     assert "dense_down is 256 x 192" in caplog.text
+
+
+def test_small_models_run_in_plain_jax_on_a_gpu(caplog):
+    """Most kernels would leave them to references on tiles, in silence."""
+    caplog.set_level("INFO", "flint_jax")
+    with device.assume(device.Device("NVIDIA H200", (9, 0), 132, 4.8e12)):
+        assert tiles.wanted(preset("full"), NUMERICS, "auto")
+        assert not tiles.wanted(CONFIG, NUMERICS, "auto")
+        assert "the hidden size 256 is no multiple of 1024" in caplog.text
+        assert not tiles.wanted(preset("full", num_experts=32), NUMERICS, "auto")
+        assert "32 experts" in caplog.text
+        assert tiles.wanted(CONFIG, NUMERICS, "pallas")
 
 
 @pytest.mark.parametrize("weight_format", ["nvfp4", "bf16"])
