@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from flint_jax.config import FlintConfig
     from flint_jax.errors import CheckpointError, ConfigError, FlintError, RequestError, TokenizerError
     from flint_jax.lm import Generation, LanguageModel, load
-    from flint_jax.sampling import SamplingParams
+    from flint_jax.sampling_params import SamplingParams
     from flint_jax.scoring import Score, Scorer
 
 __version__ = "0.1.0"

@@ -141,7 +141,7 @@ def _load(args: argparse.Namespace):
 
 
 def _params(args: argparse.Namespace):
-    from flint_jax.sampling import SamplingParams
+    from flint_jax.sampling_params import SamplingParams
 
     return SamplingParams(
         temperature=args.temperature,

@@ -14,13 +14,13 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from flint_jax import masks, sampling
+from flint_jax import masks, sampling, sampling_params
 from flint_jax.cache import PAGE, ring_size
 from flint_jax.errors import FlintError, RequestError
 from flint_jax.jobs import Event, Job, Result, token_limit
 from flint_jax.logprobs import PromptLogprobs, TokenLogprob, token_logprob
 from flint_jax.plan import Admit, Chunk, CopyPage, Op, Plan, Request, Restore, Save
-from flint_jax.sampling import SamplingParams
+from flint_jax.sampling_params import SamplingParams
 from flint_jax.scheduler import Scheduler
 from flint_jax.step import Steps
 
@@ -234,7 +234,7 @@ class Engine:
             self._do(op)
         if plan.decode:
             jobs = [self._jobs[r.id] for r in plan.decode]
-            fast = sampling.fast_path(job.params for job in jobs)
+            fast = sampling_params.fast_path(job.params for job in jobs)
             slots, held = [r.slot for r in plan.decode], self._held(jobs)
             tokens, logits = self.steps.decode(slots, fast, peek=False) if held else self.steps.decode(slots, fast)
             self._expect(jobs, tokens, logits, held)
@@ -315,7 +315,7 @@ class Engine:
             self._finish(rows[i][0], rows[i][0].event(finish_reason="error", error=str(error), refused=True))
         if not chosen.any():
             return self.steps.peek(slots) if tokens is None else tokens
-        fast = sampling.fast_path(job.params for (job, _), masked in zip(rows, chosen, strict=False) if masked)
+        fast = sampling_params.fast_path(job.params for (job, _), masked in zip(rows, chosen, strict=False) if masked)
         return self.steps.redraw(slots, logits, allowed, fast)
 
     @staticmethod

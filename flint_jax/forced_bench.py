@@ -21,7 +21,7 @@ from flint_jax.errors import RequestError
 from flint_jax.lm import LanguageModel, load
 from flint_jax.model import Flint
 from flint_jax.numerics import Numerics
-from flint_jax.sampling import SamplingParams
+from flint_jax.sampling_params import SamplingParams
 
 CHUNK = 64  # tokens of a prefill step: one program to compile, and a context of 1,024 takes 16 of them
 SKIPPED = 8  # first tokens of an output, in which the engine finds its pace

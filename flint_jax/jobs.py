@@ -9,7 +9,7 @@ from flint_jax import masks
 from flint_jax.errors import RequestError
 from flint_jax.logprobs import PromptLogprobs, TokenLogprob
 from flint_jax.plan import Request
-from flint_jax.sampling import SamplingParams
+from flint_jax.sampling_params import SamplingParams
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,14 +16,14 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from flint_jax import memory, sampling, tiles
+from flint_jax import memory, sampling_params, tiles
 from flint_jax.chat import ChatTemplate, encode_chat
 from flint_jax.config import FlintConfig
 from flint_jax.engine import Engine, Event, TokenLogprob
 from flint_jax.errors import RequestError, TokenizerError
 from flint_jax.model import Flint
 from flint_jax.numerics import Numerics
-from flint_jax.sampling import SamplingParams
+from flint_jax.sampling_params import SamplingParams
 from flint_jax.scoring import Scorer
 from flint_jax.scoring.inputs import two
 from flint_jax.step import Steps
@@ -171,7 +171,7 @@ class LanguageModel:
         Raises RequestError for prompts and params the model cannot take; TokenizerError when text needs a tokenizer.
         """
         params = params or SamplingParams(temperature=None, top_k=None, top_p=None, min_p=None, repetition_penalty=None)
-        params = sampling.resolve(params, self.generation)
+        params = sampling_params.resolve(params, self.generation)
         if params.stop and self.tokenizer is None:
             raise TokenizerError("stop strings need a tokenizer, and the checkpoint has none; use stop_token_ids")
         ids = self.encode(prompt, **template)

@@ -9,7 +9,7 @@ import numpy as np
 
 from flint_jax.errors import FlintError
 from flint_jax.redraw import words
-from flint_jax.sampling import SamplingParams
+from flint_jax.sampling_params import SamplingParams
 
 
 class Tracker(Protocol):

@@ -60,7 +60,7 @@ def redrawn(
 
     counts, progress: how often each token was drawn and where the slots are, as the step left them (donate both).
     settings: the rest of the sampling state, ``out_count`` None. logits, slots: of the step, slots distinct and out of
-    range for padding. fast: every row that has a mask is within ``sampling.fast_path``.
+    range for padding. fast: every row that has a mask is within ``sampling_params.fast_path``.
 
     Returns (counts, progress, last token of each row). A token of -1 stands: no mask mends such logits. Where the mask
     leaves nothing to draw the token becomes -1, and the slot's "generated", which nobody reads after it, counts it.
@@ -103,7 +103,7 @@ def draw(
     logits: Float[Array, "B V"], masks: Int[Array, "B W"], rows: SlotSampling, position: Int[Array, " B"], *, fast: bool
 ) -> Int[Array, " B"]:
     """``sampling.sample`` of what the masks allow; the mask wins over bias and penalties. fast: all rows are within
-    ``sampling.fast_path``."""
+    ``sampling_params.fast_path``."""
     logits = masked(logits, masks)
     if not fast:
         return sampling.sample(logits, rows, position)

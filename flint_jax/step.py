@@ -20,7 +20,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from flint_jax import decode, prompt_scores, redraw, sampling, snapshots
+from flint_jax import decode, prompt_scores, redraw, sampling, sampling_params, snapshots
 from flint_jax.cache import CachedAttention, KVCache, table_width
 from flint_jax.model import Flint
 from flint_jax.sampling import SlotRow, SlotSampling
@@ -112,7 +112,7 @@ def _decode(weights, state: State, scratch, tables, slots, *, merge, fast=False)
 
     scratch: float32 [B, V], donated; the logits take its place. A buffer that moved from step to step would have XLA
     update the captured graph of 300 kernels on the host every time.
-    fast: every row's sampling is within ``sampling.fast_path`` (only with kernels).
+    fast: every row's sampling is within ``sampling_params.fast_path`` (only with kernels).
     """
     model: Flint = merge(weights)
     total = state.token.shape[0]
@@ -140,7 +140,7 @@ def _decode(weights, state: State, scratch, tables, slots, *, merge, fast=False)
 
 
 def _score(weights, hidden, targets, *, merge):
-    return prompt_scores.score(merge(weights), hidden, targets, k=sampling.MAX_LOGPROBS)
+    return prompt_scores.score(merge(weights), hidden, targets, k=sampling_params.MAX_LOGPROBS)
 
 
 def _peek(progress, slots):
@@ -213,7 +213,7 @@ class Steps:
         }
         self._score = jax.jit(_bind(_score, merge))
         self._hidden: Array | None = None  # of the chunk prefilled last
-        self._logprobs = jax.jit(functools.partial(sampling.logprobs, k=sampling.MAX_LOGPROBS))
+        self._logprobs = jax.jit(functools.partial(sampling.logprobs, k=sampling_params.MAX_LOGPROBS))
         self._compiled: dict[tuple, Callable] = {}
 
     def lower_decode(self, batch: int, fast: bool = False) -> jax.stages.Lowered:
@@ -231,7 +231,7 @@ class Steps:
     def compile(self, progress: Callable[[str, int, int], None] | None = None) -> float:
         """Compile everything ahead; seconds taken. ``progress(what, done, total)`` hears of each program."""
         begin = time.monotonic()
-        row = sampling.slot_row(sampling.SamplingParams(temperature=0.0), (0,), self.config.vocab_size, (), 0)
+        row = sampling.slot_row(sampling_params.SamplingParams(temperature=0.0), (0,), self.config.vocab_size, (), 0)
         slot = jax.ShapeDtypeStruct((), jnp.int32)
         both = {1, *self.sizes.batches}  # of decode, and the one row of a final chunk
         lower = {
@@ -354,7 +354,7 @@ class Steps:
     ) -> tuple[Int[Array, " B"] | None, Float[Array, "B V"]]:
         """One step of the given slots: (tokens, logits), padded to the bucket. The next step takes the logits' buffer.
 
-        fast: every request's sampling is within ``sampling.fast_path``; ignored without kernels. peek: False leaves out
+        fast: every request's sampling is within ``fast_path``; ignored without kernels. peek: False leaves out
         the tokens, for whoever asks ``redraw`` or ``peek`` for them next; a program less to launch.
         """
         size = self.sizes.batch(len(slots))

@@ -27,11 +27,11 @@ class LocalModel:
     """A LanguageModel in this process, many items at once. settings: sampling values; none of them means greedy."""
 
     def __init__(self, lm, *, settings: dict[str, Any] | None = None, max_tokens: int = 320, slots: int = 16):
-        from flint_jax import sampling
+        from flint_jax.sampling_params import SamplingParams, resolve
 
         values = settings if settings is not None else {"temperature": 0.0}
         self.lm = lm
-        self.params = sampling.resolve(sampling.SamplingParams(max_tokens=max_tokens, **values), lm.generation)
+        self.params = resolve(SamplingParams(max_tokens=max_tokens, **values), lm.generation)
         self.engine = lm.make_engine(max_num_seqs=slots, compile_ahead=False)
 
     def prompt(self, item: Item) -> tuple[str, list[int]]:

@@ -20,7 +20,7 @@ from tqdm import tqdm
 from flint_jax.chat import ChatTemplate, prepare_chat
 from flint_jax.errors import ConfigError, RequestError
 from flint_jax.lm import LanguageModel, _Collector, load
-from flint_jax.sampling import SamplingParams
+from flint_jax.sampling_params import SamplingParams
 from flint_jax.scoring import Scorer
 
 LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")

@@ -9,7 +9,7 @@ import re
 
 from flint_jax.chat import RESERVED
 
-# The sampling defaults that a checkpoint or the command line can set (flint_jax.sampling.MODEL_DEFAULTS)
+# The sampling defaults that a checkpoint or the command line can set (flint_jax.sampling_params.MODEL_DEFAULTS)
 GENERATION = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 

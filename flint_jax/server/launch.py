@@ -71,13 +71,14 @@ def check_path(model: ModelSettings) -> None:
 def load(settings: ModelSettings, progress: Callable[[str], None]) -> ServedModel:
     """Load, compile and start the engine. Raises FlintError or StartError with a message for the user."""
     progress("importing jax")
-    from flint_jax import compilations, compile_cache, memory, sampling
+    from flint_jax import compilations, compile_cache, memory
     from flint_jax import lm as loading
+    from flint_jax.sampling_params import SamplingParams, resolve
 
     counted = compilations.watch()
     compile_cache.enable()
     try:  # before minutes of loading
-        sampling.resolve(_silent(sampling.SamplingParams), settings.override_generation)
+        resolve(_silent(SamplingParams), settings.override_generation)
     except ConfigError as e:
         raise StartError(f"--override-generation-config: {e.__cause__}") from None
     memory.prepare_process()
@@ -99,7 +100,7 @@ def load(settings: ModelSettings, progress: Callable[[str], None]) -> ServedMode
     template = ChatTemplate.from_tokenizer(lm.tokenizer, source) if source else None
     generation = dict(lm.generation) if settings.use_generation_config else _NEUTRAL
     generation = {**generation, **settings.override_generation}
-    sampling.resolve(_silent(sampling.SamplingParams), generation)  # a bad generation config is refused now
+    resolve(_silent(SamplingParams), generation)  # a bad generation config is refused now
     progress("preparing grammars")
     constrain = _constrain(lm)
     progress("sizing the KV cache")
@@ -123,8 +124,8 @@ def load(settings: ModelSettings, progress: Callable[[str], None]) -> ServedMode
         tokenizer=lm.tokenizer,
         template=template,
         generation=generation,
-        params=sampling.SamplingParams,
-        resolve=sampling.resolve,
+        params=SamplingParams,
+        resolve=resolve,
         vocab_size=lm.config.vocab_size,
         max_num_seqs=engine.stats()["slots"],
         constrain=constrain,

@@ -28,7 +28,7 @@ class ServedModel:
     engine: submit/abort/stats, see flint_jax.engine.
     template: flint_jax.chat.ChatTemplate, or None when the checkpoint has none.
     generation: the checkpoint's sampling defaults ({} switches them off).
-    params, resolve: flint_jax.sampling.SamplingParams and resolve, handed in so that the server imports no jax.
+    params, resolve: flint_jax.sampling_params' SamplingParams and resolve, handed in so that the server imports no jax.
     vocab_size: number of rows of the model's head.
     constrain: from a flint_jax.server.forced.Forced to what ``engine.submit`` takes as ``constraint``, None for output
         that is free; None when this server cannot hold output to anything. May take time: call it off the loop.

@@ -10,7 +10,7 @@ import pytest
 
 from flint_jax.engine import Engine
 from flint_jax.errors import RequestError
-from flint_jax.sampling import SamplingParams
+from flint_jax.sampling_params import SamplingParams
 from tests.model import golden
 
 NAME = "T2-nvfp4"

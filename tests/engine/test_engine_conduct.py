@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from flint_jax.engine import Engine
-from flint_jax.sampling import SamplingParams
+from flint_jax.sampling_params import SamplingParams
 from flint_jax.step import Sizes
 from tests.engine.fake_steps import VOCABULARY, FakeSteps, next_token, reply
 

@@ -11,7 +11,8 @@ import pytest
 from flint_jax import masks as engine_masks
 from flint_jax import redraw, sampling
 from flint_jax.errors import FlintError
-from flint_jax.sampling import SamplingParams, SlotSampling
+from flint_jax.sampling import SlotSampling
+from flint_jax.sampling_params import SamplingParams
 from pallas_kernels.sample.shapes import PROGRESS
 
 VOCAB, ROWS = 304, 5  # no whole number of words, a whole number of the sampler's tiles

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from flint_jax import sampling
-from flint_jax.sampling import MAX_STOP_IDS, SamplingParams, SlotSampling, needs, slot_row
+from flint_jax.sampling import MAX_STOP_IDS, SlotSampling, slot_row
+from flint_jax.sampling_params import SamplingParams, needs
 from tests.engine import sampling_oracle as oracle
 
 admit = jax.jit(sampling.admit, donate_argnums=0)

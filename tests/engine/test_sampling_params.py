@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from flint_jax.errors import ConfigError, RequestError
-from flint_jax.sampling import MAX_STOP_IDS, SamplingParams, needs, resolve, slot_row
+from flint_jax.sampling import MAX_STOP_IDS, slot_row
+from flint_jax.sampling_params import SamplingParams, needs, resolve
 
 ACCEPTED = {
     "temperature": [0, 0.0, 1e-6, 1e-5, 0.005, 1, 2.0, 3.0, 1e300, np.float32(0.5)],

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from flint_jax import sampling
-from flint_jax.sampling import SamplingParams
+from flint_jax.sampling_params import SamplingParams
 from pallas_kernels import bench, dispatch, emulate
 from pallas_kernels import sample as op
 from pallas_kernels.sample import cases, draw, mosaic, reference

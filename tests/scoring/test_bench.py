@@ -11,7 +11,7 @@ from flint_jax.bench import main
 def test_bench_score(capsys):
     sizes = {"layers": 3, "length": 100, "texts": 3, "tokens": 128, "rounds": 1, "questions": 2}
     flags = [f"--{name}={value}" for name, value in sizes.items()]
-    assert main(["score", "--preset", "tiny", "--format", "bf16", *flags]) == 0
+    assert main(["score", "--preset", "tiny", "--format", "bf16", "--profile", *flags]) == 0
     out = capsys.readouterr().out
     (row,) = json.loads(out.splitlines()[-1])["rows"]
     assert row["same_bits"]
@@ -20,6 +20,7 @@ def test_bench_score(capsys):
     assert row["of_prefill"] == row["tokens_per_s"] / row["prefill_tokens_per_s"] > 0
     assert row["share"] is None  # no peak is known for a CPU
     assert "of prefill" in out
+    assert "/device:" in out  # the table of the profile
 
 
 @pytest.mark.parametrize(

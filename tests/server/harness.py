@@ -14,7 +14,7 @@ import anthropic
 import httpx
 import openai
 
-from flint_jax import sampling
+from flint_jax import sampling_params
 from flint_jax.chat import ChatTemplate
 from flint_jax.server.run import address, bind, make_server
 from flint_jax.server.settings import ServerSettings
@@ -55,8 +55,8 @@ def served_model(engine: FakeEngine, *, template: str | None = PLAIN_TEMPLATE, g
         tokenizer=tokenizer(),
         template=ChatTemplate.from_tokenizer(tokenizer(), template) if template else None,
         generation=generation or {},
-        params=sampling.SamplingParams,
-        resolve=sampling.resolve,
+        params=sampling_params.SamplingParams,
+        resolve=sampling_params.resolve,
         vocab_size=512,
         max_num_seqs=engine.slots,
     )

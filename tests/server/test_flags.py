@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from flint_jax.sampling import MODEL_DEFAULTS
+from flint_jax.sampling_params import MODEL_DEFAULTS
 from flint_jax.server.flag_parser import make_parser
 from flint_jax.server.flag_types import GENERATION
 from flint_jax.server.flags import FlagError, parse

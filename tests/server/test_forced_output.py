@@ -17,7 +17,7 @@ from flint_jax.budget import Budget
 from flint_jax.engine import Engine
 from flint_jax.grammar import State, Tags
 from flint_jax.guided.constraint import ConstraintError
-from flint_jax.sampling import SamplingParams
+from flint_jax.sampling_params import SamplingParams
 from flint_jax.server.forced import Forced, ToolChoice
 from flint_jax.server.settings import ServerSettings
 from tests.guided.schemas import fits
