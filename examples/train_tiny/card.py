@@ -9,6 +9,7 @@ writes them. Scores without a file are left out.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -38,7 +39,7 @@ def read(mode: str, folder: Path = SCORES) -> Tables:
 
 
 def _row(data: Mapping[str, Any]) -> Row:
-    return Row(*(data[key] for key in ("family", "detail", "items", "right", "well_formed")))
+    return Row(*(data[field.name] for field in dataclasses.fields(Row)))
 
 
 def details(tables: Tables) -> str:
@@ -51,20 +52,27 @@ def details(tables: Tables) -> str:
         lines.append(_cells(*key, items, *shares))
     total = sum(row.items for row in _single(next(iter(tables.values()))))
     lines.append(_cells("format", "all", total, *(f"{100 * formed(table):.1f} %" for table in tables.values())))
+    wanted = sum(row.asked_to_think for row in _single(next(iter(tables.values()))))
+    if wanted:
+        lines.append(
+            _cells("thoughts", "of those asked for", wanted, *(f"{100 * thought(t):.1f} %" for t in tables.values()))
+        )
     return "\n".join(lines)
 
 
-def bars(tables: Tables) -> str:
-    """What was asked of the model, and what came out."""
+def bars(greedy: Tables, default: Tables) -> str:
+    """What was asked of the model, and what came out: greedy, then at the checkpoint's own sampling."""
     asked = {
         "tool calls exact, at least 95 %": lambda t: share(t, "tools"),
         "look-up beyond the window, at least 95 %": lambda t: share(t, "look-up", beyond=WINDOW),
         "arithmetic, at least 95 %": lambda t: share(t, "arithmetic"),
         "format, at least 99 %": formed,
     }
-    lines = [_cells("bar", *map(COLUMNS.get, tables)), "| --- " * (1 + len(tables)) + "|"]
+    tables = [*greedy.values(), *default.values()]
+    titles = [*map(COLUMNS.get, greedy), *(f"{COLUMNS[name]}, default sampling" for name in default)]
+    lines = [_cells("bar", *titles), "| --- " * (1 + len(tables)) + "|"]
     for bar, value in asked.items():
-        lines.append(_cells(bar, *(f"{100 * value(table):.1f} %" for table in tables.values())))
+        lines.append(_cells(bar, *(f"{100 * value(table):.1f} %" for table in tables)))
     return "\n".join(lines)
 
 
@@ -79,6 +87,12 @@ def formed(table: Mapping[tuple[str, str], Row]) -> float:
     """Well-formed replies of all."""
     rows = _single(table)
     return sum(r.well_formed for r in rows) / sum(r.items for r in rows)
+
+
+def thought(table: Mapping[tuple[str, str], Row]) -> float:
+    """Replies with a thought, of those that were asked for one."""
+    rows = _single(table)
+    return sum(r.thought for r in rows) / max(sum(r.asked_to_think for r in rows), 1)
 
 
 def _single(table: Mapping[tuple[str, str], Row]) -> list[Row]:
@@ -97,7 +111,7 @@ def filled(text: str, folder: Path = SCORES) -> str:
         tables = read("greedy" if what == "bars" else what, folder)
         if not tables:
             return place[0]
-        made = bars(tables) if what == "bars" else details(tables)
+        made = bars(tables, read("default", folder)) if what == "bars" else details(tables)
         return f"{place[1]}\n{made}\n\n{place[3]}"
 
     return _PLACE.sub(fill, text)

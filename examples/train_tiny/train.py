@@ -42,6 +42,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--long-share", type=float, default=0.3, help="of the steps that use long rows, later on")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="float32: for a CPU")
     parser.add_argument("--rate", type=float, default=3e-3, help="highest learning rate")
+    parser.add_argument("--remat", action="store_true", help="run blocks again backwards: less memory, slower")
     parser.add_argument("--optimizer", choices=("muon", "adamw"), default="muon")
     parser.add_argument("--processes", type=int, default=12, help="processes that make rows")
     parser.add_argument("--items", type=int, default=64, help="held-out items of each family in a check; 0: no checks")
@@ -72,8 +73,8 @@ class Schedule:
         return 0.0 if gone < 0.3 else self.long_share
 
     def quantised(self, gone: float, step: int) -> float:
-        """Share of quantisation of a step: in the last third two steps of three."""
-        return 1.0 if gone > 0.67 and step % 3 else 0.0
+        """Share of quantisation of a step: two steps of three in the second half, four of five in the last fifth."""
+        return 1.0 if gone > 0.5 and step % (3 if gone < 0.8 else 5) else 0.0
 
 
 def main() -> None:
@@ -212,7 +213,7 @@ def _compile(args, build, optimizer, state):
 
     share = jax.ShapeDtypeStruct((), jnp.float32)
     ints = [jax.ShapeDtypeStruct(s, jnp.int32) for s in ((16, args.long), (16,), (16,), (3,))]
-    step = train.make_step(build, optimizer, balance=0.01)
+    step = train.make_step(build, optimizer, balance=0.01, remat=args.remat)
     jobs = {
         length: (lambda length=length: step.lower(state, share, batch(length))) for length in (args.short, args.long)
     }

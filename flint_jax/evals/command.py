@@ -137,6 +137,9 @@ def _show(mode: str, rows: Sequence[suite.Row]) -> None:
     total = sum(r.items for r in rows if r.detail != "all")
     shaped = sum(r.well_formed for r in rows if r.detail != "all")
     print(f"{'format':<14}{'all':<20}{total:>7}{'':>8}{shaped / max(total, 1):>8.1%}")
+    wanted, thought = (sum(getattr(r, k) for r in rows if r.detail != "all") for k in ("asked_to_think", "thought"))
+    if wanted:
+        print(f"{'thoughts':<14}{'of those asked for':<20}{wanted:>7}{thought / wanted:>8.1%}")
 
 
 def _plot(path: str, tables: dict[str, Sequence[suite.Row]]) -> None:

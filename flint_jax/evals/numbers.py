@@ -18,6 +18,22 @@ _ASK = (
     "How much is {}?",
     "Please calculate {}.",
     "I need the result of {}.",
+    "What does {} make?",
+    "What do I get for {}?",
+    "Give me {}.",
+    "Give me the result of {}, please.",
+    "Tell me {}.",
+    "Tell me what {} makes.",
+    "Can you compute {}?",
+    "Could you work out {}?",
+    "Can you do {} for me?",
+    "Please work out {}.",
+    "Solve {}.",
+    "Calculate {}, please.",
+    "What's {}?",
+    "How much do I get with {}?",
+    "Do you know what {} is?",
+    "And {}?",
     "Work out {}, please.",
     "Can you tell me what {} is?",
 )
@@ -42,7 +58,7 @@ def _spelled(rng: random.Random, split: str, a: int, sign: str, b: int) -> str:
 
 def arithmetic(rng: random.Random, split: str) -> Item:
     """One sum, difference or product."""
-    thinking = rng.random() < 0.75
+    thinking = rng.random() < (0.65 if split == TRAIN else 0.75)  # without a thought it takes more practice
     kinds = ("add", "subtract", "multiply") if thinking else ("add", "subtract")
     kind = rng.choice(kinds)
 
@@ -105,6 +121,15 @@ _LIST_ASK = {
         "Now in reverse: {}.",
         "I want the reverse of {}.",
         "Turn this list around: {}.",
+        "Turn these around: {}.",
+        "Show me these backwards: {}.",
+        "What is this list in reverse: {}?",
+        "Please reverse {}.",
+        "From last to first, please: {}.",
+        "Give me this list from last to first: {}.",
+        "Say these in reverse: {}.",
+        "Can you reverse this list: {}?",
+        "Give me the reverse order of {}.",
         "Give me these in reverse order: {}.",
     ),
     "sort": (
@@ -115,6 +140,17 @@ _LIST_ASK = {
         "Write these from small to large: {}.",
         "Sort these from small to large: {}.",
         "What is the order of these numbers: {}?",
+        "Sort this list: {}.",
+        "Sort this list of numbers: {}.",
+        "Please sort {}.",
+        "Can you sort these numbers: {}?",
+        "Put these in order: {}.",
+        "Put {} in order.",
+        "Order this list from small to large: {}.",
+        "Order these numbers, please: {}.",
+        "From small to large, please: {}.",
+        "Give me these numbers in order: {}.",
+        "The smallest first: {}.",
         "Order these from small to large: {}.",
     ),
     "count": (
@@ -125,6 +161,16 @@ _LIST_ASK = {
         "What is the number of words in this list: {}?",
         "How many words do you see: {}?",
         "Tell me the length of {}.",
+        "How many words are there: {}?",
+        "How many words are these: {}?",
+        "How many are these: {}?",
+        "How many entries does this list have: {}?",
+        "Please count these words: {}.",
+        "Can you count the words of this list: {}?",
+        "Count {}.",
+        "I want the number of words in this list: {}.",
+        "What is the length of {}?",
+        "How long is the list {}?",
         "What is the length of this list: {}?",
     ),
     "pick": (
@@ -133,6 +179,18 @@ _LIST_ASK = {
         "What is the {place} word: {}?",
         "I want the {place} word of {}.",
         "Tell me the {place} word of this list: {}.",
+        "Which word is the {place} one: {}?",
+        "Which is the {place} word: {}?",
+        "Which word comes {place}: {}?",
+        "Which word is {place} here: {}?",
+        "What comes {place}: {}?",
+        "Give me the {place} word: {}.",
+        "Give me the {place} of {}.",
+        "The {place} word, please: {}.",
+        "Pick the {place} word: {}.",
+        "Find the {place} word in this list: {}.",
+        "What is {place} in this list: {}?",
+        "Can you name the {place} word of {}?",
         "Which word is {place} in: {}?",
     ),
     "largest": (
@@ -140,6 +198,16 @@ _LIST_ASK = {
         "Which number is the largest: {}?",
         "What is the largest number: {}?",
         "I want the largest of {}.",
+        "Give me the largest: {}.",
+        "Which is the largest of {}?",
+        "Which one is largest: {}?",
+        "Find the largest of {}.",
+        "The largest number, please: {}.",
+        "Tell me the largest number of {}.",
+        "Tell me which is the largest: {}.",
+        "Name the largest number: {}.",
+        "Pick the largest: {}.",
+        "Can you find the largest of these numbers: {}?",
         "Find the largest number: {}.",
     ),
 }
@@ -168,7 +236,7 @@ def lists(rng: random.Random, split: str) -> Item:
         "pick": (str(entries[place]), f"{numbered}. Number {place + 1}."),
         "largest": (str(max(entries)), _champion(entries) if numeric else ""),
     }[kind]
-    thinking = rng.random() < 0.8
+    thinking = rng.random() < (0.7 if split == TRAIN else 0.8)
     return Item("lists", kind, (user(question),), answer, thought if thinking else "", thinking=thinking)
 
 

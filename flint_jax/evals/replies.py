@@ -18,7 +18,7 @@ TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<arg_key>", "<arg
 
 
 def well_formed(content: str, calls: Sequence[Any], thought: str | None, finish_reason: str, thinking: bool) -> bool:
-    """Whether a reply ended by itself, says or calls something, thought exactly when asked to, and shows no tags."""
+    """Whether a reply ended by itself, says or calls something, thought only when asked to, and shows no tags."""
     whole = finish_reason in ("stop", "tool_calls") and bool(content.strip() or calls)
     return whole and (thinking or not thought) and not any(tag in content + (thought or "") for tag in TAGS)
 
@@ -84,7 +84,9 @@ class LocalModel:
         made = [(call.name, json.loads(call.arguments)) for call in message.calls]
         content = message.content or ""
         shape = well_formed(content, made, message.reasoning, end.finish_reason, item.thinking)
-        return Reply(content, made, end.finish_reason, shape and not message.problems, end.error)
+        return Reply(
+            content, made, end.finish_reason, shape and not message.problems, end.error, bool(message.reasoning)
+        )
 
 
 class HttpModel:
@@ -136,7 +138,8 @@ class HttpModel:
                 calls.append((call["function"]["name"], call["function"]["arguments"]))
         content, thought = message.get("content") or "", message.get("reasoning") or message.get("reasoning_content")
         reason = choice["finish_reason"]
-        return Reply(content, calls, reason, well_formed(content, calls, thought, reason, item.thinking))
+        shape = well_formed(content, calls, thought, reason, item.thinking)
+        return Reply(content, calls, reason, shape, thought=bool(thought))
 
     def _send(self, path: str, body: dict | None) -> dict:
         data = None if body is None else json.dumps(body).encode()

@@ -28,24 +28,28 @@ _LINE = 11.5  # tokens of a record's line, roughly, in a vocabulary that splits 
 
 @dataclasses.dataclass(frozen=True)
 class Reply:
-    """What a model answered. calls: (name, arguments). well_formed: see ``replies.well_formed``."""
+    """What a model answered. calls: (name, arguments). well_formed: see ``replies.well_formed``. thought: whether there
+    was a thought before it."""
 
     content: str
     calls: list[tuple[str, object]]
     finish_reason: str
     well_formed: bool
     error: str | None = None
+    thought: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A line of the table."""
+    """A line of the table. asked_to_think, thought: items with thinking on, and how many of their replies had one."""
 
     family: str
     detail: str
     items: int
     right: int
     well_formed: int
+    asked_to_think: int = 0
+    thought: int = 0
 
     @property
     def accuracy(self) -> float:
@@ -100,12 +104,16 @@ def _at_distance(rng: random.Random, distance: int, length, split: str) -> Item:
     return dataclasses.replace(item, detail=f"{distance} tokens back")
 
 
+_Marks = tuple[bool, bool, bool, bool]  # right, well-formed, asked to think, and did
+
+
 def table(asked: Sequence[Item], replies: Sequence[Reply]) -> list[Row]:
     """Rows by family and detail, a total ("all") for each family with several details, in order of appearance."""
-    groups: dict[str, dict[str, list[tuple[bool, bool]]]] = {}
+    groups: dict[str, dict[str, list[_Marks]]] = {}
     for item, reply in zip(asked, replies, strict=True):
         right = reply.error is None and item.right(reply.content, reply.calls)
-        groups.setdefault(item.family, {}).setdefault(item.detail, []).append((right, reply.well_formed))
+        marks = (right, reply.well_formed, item.thinking, item.thinking and reply.thought)
+        groups.setdefault(item.family, {}).setdefault(item.detail, []).append(marks)
     rows = []
     for family, details in groups.items():
         every = [x for marks in details.values() for x in marks]
@@ -120,5 +128,5 @@ def _by_number(pair):
     return (int(first) if first.isdigit() else 0, pair[0])
 
 
-def _row(family: str, detail: str, marks: Sequence[tuple[bool, bool]]) -> Row:
-    return Row(family, detail, len(marks), sum(r for r, _ in marks), sum(w for _, w in marks))
+def _row(family: str, detail: str, marks: Sequence[_Marks]) -> Row:
+    return Row(family, detail, len(marks), *map(sum, zip(*marks, strict=True)))

@@ -26,6 +26,21 @@ _REQUESTS = (
     "Can you {do}{args}?",
     "I want you to {do}{args}.",
     "Now {do}{args}.",
+    "{do}{args}, please.",
+    "{do}{args} for me.",
+    "{do}{args} now!",
+    "Would you {do}{args}?",
+    "Will you {do}{args}?",
+    "Can you please {do}{args}?",
+    "You can {do}{args}.",
+    "I need you to {do}{args}.",
+    "I want to {do}{args}.",
+    "Let us {do}{args}.",
+    "Go on and {do}{args}.",
+    "Use a tool to {do}{args}.",
+    "Your task is to {do}{args}.",
+    "Next, {do}{args}.",
+    "Help me to {do}{args}.",
     "I would like you to {do}{args}.",
     "Could you {do}{args}, please?",
 )
@@ -42,11 +57,39 @@ _QUESTIONS = (
     "Read me the {noun} in {value}.",
     "Look up the {noun} for {value}.",
     "Do you know the {noun} in {value}?",
+    "What's the {noun} in {value}?",
+    "What is the {noun} like in {value}?",
+    "What about the {noun} in {value}?",
+    "Can you tell me the {noun} of {value}?",
+    "Can you check the {noun} in {value}?",
+    "Please find the {noun} for {value}.",
+    "The {noun} of {value}, please.",
+    "Which {noun} does {value} have?",
+    "Give me the {noun} for {value}.",
+    "I want to know the {noun} in {value}.",
+    "Look up the {noun} of {value}.",
+    "Is there a {noun} for {value}?",
+    "Let me see the {noun} in {value}.",
+    "Fetch me the {noun} of {value}.",
+    "Find me the {noun} in {value}.",
+    "List the {noun} of {value}.",
+    "Print me the {noun} for {value}.",
+    "Do you have the {noun} for {value}?",
+    "Could you find the {noun} for {value}?",
+    "How is the {noun} for {value}?",
+    "{Verb} the {noun} {value}.",
+    "{Verb} {noun} {value}.",
+    "Please {verb} the {noun} {value}.",
+    "Can you {verb} the {noun} {value}?",
     "What is the {noun} for {value}?",
     "Show me the {noun} in {value}.",
 )
 _PLAIN_QUESTIONS = ("What is the {noun}?", "Tell me the {noun}.", "I need the {noun}.", "Get me the {noun}.",
-                    "Find the {noun}.", "Check the {noun}.", "Read me the {noun}.", "Show me the {noun}.")  # fmt: skip
+                    "Find the {noun}.", "Check the {noun}.", "Read me the {noun}.", "What about the {noun}?",
+                    "Give me the {noun}.", "The {noun}, please.", "Look up the {noun}.",
+                    "Let me see the {noun}.", "Fetch me the {noun}.", "Find me the {noun}.", "List the {noun}.",
+                    "How is the {noun}?", "Print me the {noun}.", "Do you have the {noun}?",
+                    "Show me the {noun}.")  # fmt: skip
 _WHEN = (" today", " now", " tomorrow", " tonight", " right now", " please", " this week")
 
 
@@ -163,8 +206,12 @@ def _question(rng: random.Random, split: str, tools: list[_Tool]) -> Item:
     text = choose(rng, split, _PLAIN_QUESTIONS if plain else _QUESTIONS, 1 if plain else 2)
     value = rng.choice((name(rng, split), name(rng, split), invented(rng, split)))
     if split == TRAIN and rng.random() < 0.2:
+        value = rng.choice(
+            (f"{value}.{rng.choice(('txt', 'py', 'md'))}", f"{value}/{name(rng, split)}", str(rng.randint(0, 999)))
+        )
+    if split == TRAIN and rng.random() < 0.2:
         text = text[:-1] + rng.choice(_WHEN) + text[-1]
-    text = text.format(noun=noun, Noun=noun.capitalize(), value=value)
+    text = text.format(noun=noun, Noun=noun.capitalize(), value=value, verb=verb, Verb=verb.capitalize())
     return _item(rng, split, tools, text, [(tool, {} if plain else {key: value})], "a question")
 
 
@@ -201,6 +248,12 @@ def call(rng: random.Random, split: str) -> Item:
         text = choose(rng, split, _REQUESTS, 2).format(do=" and then ".join(parts), args="")
     detail = "two calls" if count == 2 else "one call" if filled[0][1] else "no arguments"
     return _item(rng, split, tools, text[0].upper() + text[1:], filled, detail)
+
+
+def beside(rng: random.Random, split: str, item: Item) -> Item:
+    """The same exercise with functions that it has no use for."""
+    tools = tuple(_tool(rng, split, noun).definition for noun in _nouns(rng, split, rng.randint(1, 4)))
+    return dataclasses.replace(item, tools=tools)
 
 
 def result(rng: random.Random, split: str) -> Item:

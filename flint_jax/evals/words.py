@@ -88,8 +88,15 @@ def around(rng: random.Random, count: int) -> str:
 
 
 def wrapped(rng: random.Random, split: str, text: str, *, closing: bool = True) -> str:
-    """In training, half of the time: the text with other words before it, or (``closing``) behind it after a comma."""
-    if split != TRAIN or rng.random() < 0.5:
+    """In training, half of the time: the text with other words before it, or (``closing``) behind it after a comma.
+
+    One in ten as somebody types in haste: without a capital, without its last sign.
+    """
+    if split != TRAIN:
+        return text
+    if rng.random() < 0.1:
+        return text[0].lower() + text[1:].rstrip(".?!")
+    if rng.random() < 0.5:
         return text
     if rng.random() < 0.7:
         before = around(rng, rng.randint(1, 5))

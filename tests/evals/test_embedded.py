@@ -1,6 +1,7 @@
 """The trained model in the package: right in both formats, the same in any company, the same as transformers."""
 
 import json
+import random
 import subprocess
 import tomllib
 from pathlib import Path
@@ -10,10 +11,11 @@ import pytest
 import flint_jax
 import loaders
 from examples.train_tiny import model as recipe
+from flint_jax import evals
 from flint_jax.errors import CheckpointError
 from flint_jax.evals import suite
 from flint_jax.evals.replies import LocalModel
-from flint_jax.sampling import SamplingParams
+from flint_jax.sampling_params import SamplingParams
 from loaders import embedded
 from loaders.embedded import embedded_checkpoint
 from tests.model.test_oracle import PYTHON
@@ -90,6 +92,20 @@ def test_both_formats_answer_right(bf16, asked):
     packed, formed = score(LocalModel(read("nvfp4"), slots=4), asked)
     assert formed == len(asked)
     assert abs(packed - right) <= 1
+
+
+@pytest.mark.slow
+def test_thinks_in_the_middle_of_a_chat(bf16):
+    """The template leaves out what was thought before; a model that then stops thinking gets sums of three digits wrong
+    (an earlier one: 8 of 36)."""
+    rng = random.Random(3)
+    sums = [item for item in (evals.arithmetic(rng, evals.HELD_OUT) for _ in range(40)) if item.thinking]
+    items = [evals.later(rng, evals.HELD_OUT, item) for item in sums[:16]]
+    assert {len(item.messages) for item in items} == {3, 5, 7, 9}
+    replies = bf16.ask(items)
+    assert all(reply.well_formed and reply.thought for reply in replies)
+    right = [item.right(reply.content, reply.calls) for item, reply in zip(items, replies, strict=True)]
+    assert sum(right) >= len(items) - 1
 
 
 @pytest.mark.slow

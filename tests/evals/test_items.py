@@ -1,5 +1,6 @@
 """Exercises: right answers, held-out material apart, exact judging."""
 
+import dataclasses
 import json
 import random
 import re
@@ -140,5 +141,10 @@ def test_the_table_counts():
     ]
     rows = {(r.family, r.detail): (r.items, r.right, r.well_formed) for r in suite.table(items, replies)}
     assert rows == {("a", "all"): (2, 1, 1), ("a", "x"): (1, 1, 1), ("a", "y"): (1, 0, 0), ("b", "z"): (1, 1, 1)}
+    quiet = dataclasses.replace(items[1], thinking=False)  # thinks all the same, which counts nowhere here
+    thinkers = [dataclasses.replace(r, thought=t) for r, t in zip(replies, (True, True, False), strict=True)]
+    made = suite.table([items[0], quiet, items[2]], thinkers)
+    rows = {(r.family, r.detail): (r.asked_to_think, r.thought) for r in made}
+    assert rows == {("a", "all"): (1, 1), ("a", "x"): (1, 1), ("a", "y"): (0, 0), ("b", "z"): (1, 0)}
     failed = suite.Reply("1", [], "error", False, "500: broken")
     assert suite.table(items[:1], [failed])[0].right == 0
