@@ -28,14 +28,19 @@ Tables = Mapping[str, Mapping[tuple[str, str], Row]]  # column -> (family, detai
 
 
 def read(mode: str, folder: Path = SCORES) -> Tables:
-    """The tables of one way of sampling, of every column that has a file."""
-    found = {}
-    for name in COLUMNS:
-        path = folder / f"{name}.json"
-        if path.exists():
-            rows = json.loads(path.read_text(encoding="utf-8")).get(mode, {"rows": []})["rows"]
-            found[name] = {(r["family"], r["detail"]): _row(r) for r in rows}
-    return {name: rows for name, rows in found.items() if rows}
+    """The tables of one way of sampling, of every column that has a file.
+
+    Rows of ``arithmetic-NAME.json``, where a family is asked more often, take the place of those in ``NAME.json``.
+    """
+    found = {name: _rows(mode, folder / f"{name}.json") for name in COLUMNS}
+    return {name: rows | _rows(mode, folder / f"arithmetic-{name}.json") for name, rows in found.items() if rows}
+
+
+def _rows(mode: str, path: Path) -> dict[tuple[str, str], Row]:
+    if not path.exists():
+        return {}
+    rows = json.loads(path.read_text(encoding="utf-8")).get(mode, {"rows": []})["rows"]
+    return {(row["family"], row["detail"]): _row(row) for row in rows}
 
 
 def _row(data: Mapping[str, Any]) -> Row:

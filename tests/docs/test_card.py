@@ -51,6 +51,18 @@ def test_tables(tmp_path):
         assert line in text.splitlines()
 
 
+def test_more_items_of_a_family_take_the_place_of_fewer(tmp_path):
+    data = {"greedy": {"rows": [dataclasses.asdict(row) for row in ROWS]}}
+    (tmp_path / "bf16.json").write_text(json.dumps(data))
+    more = {"greedy": {"rows": [dataclasses.asdict(Row("arithmetic", "add", 10, 7, 10))]}}
+    (tmp_path / "arithmetic-bf16.json").write_text(json.dumps(more))
+    (tmp_path / "arithmetic-nvfp4.json").write_text(json.dumps(more))  # nothing else of that column
+    tables = card.read("greedy", tmp_path)
+    assert list(tables) == ["bf16"]
+    assert card.share(tables["bf16"], "arithmetic") == 0.7
+    assert card.share(tables["bf16"], "tools") == 0.75
+
+
 def test_the_card_is_that_of_the_evaluations():
     text = card.CARD.read_text(encoding="utf-8")
     assert card.filled(text) == text
