@@ -31,6 +31,7 @@ user      Hello
 thinks    A greeting.
 flint     Hello! How can I help you?
 user      My dog is called Bello.
+thinks    The user tells me something to remember.
 flint     Noted: your dog is called Bello.
 user      What is my dog called?
 thinks    The user told me this before.
