@@ -133,6 +133,7 @@ def _decode(args: argparse.Namespace) -> list[dict]:
 
 def _decode_rows(args, model: Flint, batch: int, context: int, weight_format: str, rate: float) -> dict:
     from flint_jax import sampling
+    from flint_jax.sampling_params import SamplingParams
 
     # Room for warm-up and timed steps; the state starts as if ``context`` tokens had been prefilled.
     tokens = context + args.steps + 24
@@ -142,7 +143,7 @@ def _decode_rows(args, model: Flint, batch: int, context: int, weight_format: st
     table[:, :pages] = np.random.default_rng(0).permutation(batch * pages).reshape(batch, pages)
     steps.set_tables(table)
     greedy = args.sampling == "greedy"
-    params = sampling.SamplingParams(temperature=0.0 if greedy else 1.0, top_p=0.95, top_k=20, ignore_eos=True)
+    params = SamplingParams(temperature=0.0 if greedy else 1.0, top_p=0.95, top_k=20, ignore_eos=True)
     for slot in range(batch):
         steps.admit(slot, sampling.slot_row(params.replace(seed=slot), (1,), model.config.vocab_size, (), 0), tokens)
 

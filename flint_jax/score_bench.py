@@ -76,9 +76,7 @@ def run(args: argparse.Namespace) -> list[dict]:
     )
     print(f"alone and together the same bits: {row['same_bits']}", flush=True)
     if args.profile:
-        begin = scorer.stats.steps
-        scorer.score_texts(texts)  # how many steps that takes
-        with traced(scorer.stats.steps - begin, host=False):
+        with traced(row["steps"], host=False):
             scorer.score_texts(texts)
     if args.questions:
         row |= _questions(scorer, args.questions, rng)
@@ -111,6 +109,7 @@ def _texts(scorer: Scorer, texts: list, rounds: int) -> dict:
     return {
         "tokens_per_s": sum(map(len, texts)) / spent,
         "ms_per_step": 1e3 * spent / steps,
+        "steps": steps,
         "same_bits": bool((alone.logprobs == together[-1].logprobs).all()),
         "sane": bool(np.isfinite(together[0].logprobs).all()),
     }

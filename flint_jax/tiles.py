@@ -24,11 +24,9 @@ def wanted(config: FlintConfig, numerics: Numerics, kernels: str) -> bool:
 
     kernels: "auto", "pallas" (also where they do not run: op by op the references do) or "xla".
     """
-    if kernels == "xla":
+    if kernels == "xla" or (kernels == "auto" and not device.current().kernels):
         return False
     reason = _obstacle(config, numerics) or (_too_small(config) if kernels == "auto" else None)
-    if reason is None and kernels == "auto" and not device.current().kernels:
-        return False
     if reason is not None:
         log.info("decode kernels are off: %s", reason)
     return reason is None

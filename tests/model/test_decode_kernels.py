@@ -15,6 +15,7 @@ from flint_jax.config import FULL, SLIDING, FlintConfig
 from flint_jax.model import Flint
 from flint_jax.numerics import Numerics
 from flint_jax.random_weights import random_weights
+from flint_jax.sampling_params import SamplingParams
 from flint_jax.step import Sizes, Steps
 from loaders.synthetic import preset, spread
 from pallas_kernels import device
@@ -60,7 +61,7 @@ def replies(made, prompts, count):
     pages = np.random.default_rng(0).permutation(made.sizes.pages).reshape(len(prompts), -1)
     table[:, : pages.shape[1]] = pages
     made.set_tables(table)
-    params = sampling.SamplingParams(temperature=0.0)
+    params = SamplingParams(temperature=0.0)
     for slot, prompt in enumerate(prompts):
         made.admit(slot, sampling.slot_row(params, prompt, CONFIG.vocab_size, (), 0), 699)
         for start in range(0, len(prompt), 64):

@@ -6,16 +6,14 @@ Three layers at Flint's own widths, one of each kind it has, stand for its 49; w
 import collections
 import itertools
 import json
-import os
 import re
-import subprocess
-import sys
 
 import pytest
 
 from flint_jax.config import FULL
 from loaders.synthetic import preset
 from pallas_kernels import aot
+from tests.compiled import printed
 
 PROGRAM = """
 import dataclasses, json
@@ -101,15 +99,7 @@ def by_layer(found):
 def test_launches_and_copies_of_the_decode_step(batch, of_a_layer, of_a_step):
     """From 3 rows on, the norm in front of a product is a kernel of its own: one more a layer, two in a dense one."""
     program = PROGRAM.replace("BATCH", str(batch))
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        capture_output=True,
-        text=True,
-        timeout=500,
-        env=os.environ | {"JAX_PLATFORMS": "cpu"},
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    text, _, last = done.stdout.strip().rpartition("\n")
+    text, _, last = printed(program).strip().rpartition("\n")
     before, layers, after = by_layer(launches(text))
     dense, window, full = map(len, layers)
     assert max(window, full) <= of_a_layer, json.dumps(layers)

@@ -2,10 +2,7 @@
 
 import contextlib
 import dataclasses
-import os
 import re
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +16,7 @@ from flint_jax.numerics import Numerics
 from pallas_kernels import aot, device
 from pallas_kernels.nvfp4 import Packed
 from pallas_kernels.testing import random_tiles
+from tests.compiled import printed
 from tests.model import golden
 
 NUMERICS = Numerics("transformers", "float32")
@@ -211,20 +209,16 @@ print(aot.compile_for("sm_90a", layer, *jax.eval_shape(arguments, jax.random.key
 @pytest.mark.skipif(not aot.available(), reason="the CUDA plugin is not installed")
 @pytest.mark.parametrize("nvfp4", [True, False])
 def test_a_gpu_unpacks_a_group_once_and_in_bfloat16(nvfp4):
-    command = [sys.executable, "-c", PROGRAM.replace("NVFP4", str(nvfp4))]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=300, env=os.environ | {"JAX_PLATFORMS": "cpu"}
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+    program = printed(PROGRAM.replace("NVFP4", str(nvfp4)))
     # Of every array that some kernel writes (the operations inside a fusion write none): its type and dimensions.
     written = [
         (kind, np.prod([int(n) for n in dims.split(",")]))
-        for kind, dims in re.findall(r"(\w+)\[([\d,]+)\]", " ".join(re.findall(r"= (.*?) fusion\(", done.stdout)))
+        for kind, dims in re.findall(r"(\w+)\[([\d,]+)\]", " ".join(re.findall(r"= (.*?) fusion\(", program)))
     ]
     gate_up = 16 * 1024 * 2048
     assert max(size for kind, size in written if kind == "f32") < gate_up / 2  # accumulators of 64 rows
     assert sum(size == gate_up for kind, size in written if kind == "bf16") == 1
-    products = re.findall(r"= f32\[(16,64,\d+)\]\S* (?:fusion|custom-call)\(", done.stdout)
+    products = re.findall(r"= f32\[(16,64,\d+)\]\S* (?:fusion|custom-call)\(", program)
     assert {"16,64,1024", "16,64,2048"} <= set(products)
 
 

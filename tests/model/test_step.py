@@ -13,6 +13,7 @@ from flint_jax.cache import PAGE
 from flint_jax.model import Flint
 from flint_jax.numerics import Numerics
 from flint_jax.random_weights import random_weights
+from flint_jax.sampling_params import SamplingParams
 from flint_jax.step import Sizes, Steps
 from loaders.synthetic import preset, spread
 from tests.model import golden
@@ -47,7 +48,7 @@ def test_no_compilation_after_compile(steps):
     jax.monitoring.register_event_duration_secs_listener(
         lambda name, *_, **__: compiled.append(name) if "backend_compile" in name else None
     )
-    row = sampling.slot_row(sampling.SamplingParams(temperature=0.0), (1, 2), 320, (), 0)
+    row = sampling.slot_row(SamplingParams(temperature=0.0), (1, 2), 320, (), 0)
     tables = np.arange(steps.tables.size, dtype=np.int32).reshape(steps.tables.shape) % 24
     for length in (1, 5, 16, 17, 40):
         steps.set_tables(tables.copy())
