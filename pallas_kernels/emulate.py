@@ -52,6 +52,10 @@ class _Machine:
         self.written_cluster, self.written_block = np.zeros(words, int), np.zeros(words, int)
         self.written_warp = np.zeros(words, int)
         self.cluster_epoch, self.block_epoch, self.warp_epoch = 0, 0, np.zeros(self.threads // 32, int)
+        # Who read a word of shared memory last: warps of its block (bits), a thread of them, and when.
+        self.readers, self.reader = np.zeros(words, np.uint64), np.full(words, -1)
+        self.read_cluster, self.read_block, self.read_warp = (np.full(words, -1) for _ in range(3))
+        self.flying: dict[int, list[tuple]] = {}  # per arrival what the copy engine still has to bring
         # Per word of global memory the block that wrote it in this launch; kept only where all blocks run together.
         self.owners: dict[int, np.ndarray] = {}
 
@@ -77,6 +81,7 @@ class _Machine:
             result[lanes] = buffer[places]
             if buffer is self.shared:
                 self._check_race(lanes, places[:, ::4] // 4)
+                self._note_read(lanes, places[:, ::4] // 4)
             elif id(buffer) in self.owners:
                 owner = self.owners[id(buffer)][places[:, ::4] // 4]
                 if ((owner >= 0) & (owner != self.block[lanes][:, None])).any():
@@ -93,7 +98,33 @@ class _Machine:
             elif id(buffer) in self.owners:
                 self.owners[id(buffer)][places[:, ::4] // 4] = self.block[lanes][:, None]
 
-    def _mark(self, lanes: np.ndarray, words: np.ndarray) -> None:
+    def _note_read(self, lanes: np.ndarray, words: np.ndarray) -> None:
+        fresh = self.read_block[words] != self.block_epoch
+        self.readers[words[fresh]] = 0
+        bit = np.uint64(1) << (lanes % self.block_threads // 32).astype(np.uint64)
+        np.bitwise_or.at(self.readers, words, np.broadcast_to(bit[:, None], words.shape))
+        self.reader[words] = lanes[:, None]
+        self.read_cluster[words], self.read_block[words] = self.cluster_epoch, self.block_epoch
+        self.read_warp[words] = self.warp_epoch[lanes // 32][:, None]
+
+    def check_overwrite(self, lanes: np.ndarray, words: np.ndarray) -> None:
+        """Nobody may still be reading what these lanes write."""
+        home = words // (self.shared_bytes // 4)
+        own_block = home == lanes[:, None] // self.block_threads
+        now = (self.read_block[words] == self.block_epoch) & (self.read_cluster[words] == self.cluster_epoch)
+        mine = np.uint64(1) << (lanes % self.block_threads // 32).astype(np.uint64)
+        others = (self.readers[words] & ~mine[:, None]) != 0
+        same_warp = (self.reader[words] // 32 == lanes[:, None] // 32) & (self.reader[words] != lanes[:, None])
+        same_warp &= self.read_warp[words] == self.warp_epoch[lanes // 32][:, None]
+        bad = (own_block & now & (others | same_warp)) | (
+            ~own_block & (self.readers[words] != 0) & (self.read_cluster[words] == self.cluster_epoch)
+        )
+        if bad.any():
+            raise AssertionError("shared memory written before a barrier after its reading by another thread")
+
+    def _mark(self, lanes: np.ndarray, words: np.ndarray, check: bool = True) -> None:
+        if check:
+            self.check_overwrite(lanes, words)
         self.events += 1
         self.writer[words] = lanes[:, None]
         self.written_event[words] = self.events
@@ -104,7 +135,7 @@ class _Machine:
     def finish_copies(self, groups: Sequence[list[tuple]]) -> None:
         for lanes, places, data in (copy for group in groups for copy in group):
             self.shared[places] = data
-            self._mark(lanes, places[:, ::4] // 4)
+            self._mark(lanes, places[:, ::4] // 4, check=False)
 
     def _check_race(self, lanes: np.ndarray, words: np.ndarray) -> None:
         writer = self.writer[words]
@@ -481,6 +512,7 @@ def _copy(destination, source, nbytes: int, present):
     places = (destination.raw[lanes] & ((1 << _SPACE) - 1))[:, None] + np.arange(nbytes)
     if (places[:, 0] % nbytes).any() or (places >= machine.shared.size).any():
         raise AssertionError(f"copies of {nbytes} bytes to {places[:, 0]}")
+    machine.check_overwrite(lanes, places[:, ::4] // 4)
     machine.shared[places] = 0xFF
     machine.copies[-1].append((lanes, places, data[lanes]))
 
@@ -672,10 +704,12 @@ def bulk_copy(destination, source, nbytes: int, arrival, expected: int | None = 
         to = int(destination.raw[lane]) & ((1 << _SPACE) - 1)
         if start % 16 or to % 16 or nbytes % 16 or start + nbytes > buffer.size or to + nbytes > machine.shared.size:
             raise AssertionError(f"bulk copy of {nbytes} bytes from {start} to {to}")
-        machine.shared[to : to + nbytes] = buffer[start : start + nbytes]
+        words = np.arange(to // 4, (to + nbytes) // 4)[None]
+        machine.check_overwrite(np.array([lane]), words)
+        machine.shared[to : to + nbytes] = 0xFF  # until somebody has waited for it
         machine.writer[to // 4 : (to + nbytes) // 4] = -1
-        # Copies are over at once here; what is checked is that as many bytes come as were announced.
         place = int(arrival.raw[lane])
+        machine.flying.setdefault(place, []).append((to, buffer[start : start + nbytes].copy()))
         machine.missing[place] = machine.missing.get(place, 0) + (nbytes if expected is None else expected) - nbytes
         machine.arrivals[place] += expected != 0
         if expected != 0:
@@ -691,6 +725,8 @@ def arrival_wait(at, parity):
             raise AssertionError(f"{machine.missing[int(at.raw[lane])]} bytes announced and not copied: would hang")
         if done == 0 or (done - 1) & 1 != parity.raw[lane]:
             raise AssertionError(f"waiting for parity {parity.raw[lane]} after {done} copies: would hang or run ahead")
+        for to, data in machine.flying.pop(int(at.raw[lane]), ()):
+            machine.shared[to : to + data.size] = data
         if int(at.raw[lane]) in machine.released:
             known = machine.knows.setdefault(int(lane) // 32, [])
             if machine.released[int(at.raw[lane])] not in known:
