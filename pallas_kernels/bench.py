@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 
-OPS = ("add_rms_norm", "nvfp4_gemv", "moe_gemv", "sink_attention", "sample")
+OPS = ("add_rms_norm", "nvfp4_gemv", "moe_gemv", "moe_gemm", "sink_attention", "sample")
 HEADER = f"{'case':40s} {'us':>9s} {'TB/s':>6s} {'share':>6s} {'row error':>10s} {'compile s':>9s}"
 
 
@@ -118,9 +118,11 @@ def measure(case, copy_rate: float, check_only: bool = False) -> dict:
     }
     if not check_only:
         # Long enough (some 10 ms) that the loop's own start, about 60 us, does not count.
-        rounds = max(2, round(10e-3 / ((case.nbytes / 3e12 + 3e-6) * case.layers)))
+        rounds = max(2, round(10e-3 / ((case.nbytes / 3e12 + case.operations / 4e14 + 3e-6) * case.layers)))
         took = timed_chain(case, rounds, args) / (rounds * case.layers)
         row |= {"us": took * 1e6, "tb_s": case.nbytes / took / 1e12, "share": case.nbytes / took / copy_rate}
+        if case.operations:
+            row["tflop_s"] = case.operations / took / 1e12
     return row
 
 
@@ -133,6 +135,8 @@ def show(row: dict) -> None:
         f"{row['us']:9.2f} {row['tb_s']:6.2f} {row['share']:6.0%}" if "us" in row else f"{'-':>9s} {'-':>6s} {'-':>6s}"
     )
     note = "" if row["ok"] else "  WRONG" if row["repeatable"] else "  NOT REPEATABLE"
+    if "tflop_s" in row:
+        note = f"  {row['tflop_s']:.0f} TFLOP/s{note}"
     print(f"{row['case']:40s} {timing} {row['error']:10.2e} {row['compile_s']:9.2f}{note}", flush=True)
 
 

@@ -181,6 +181,17 @@ class Address:
         wide = mosaic.c(offset, _i64()) if isinstance(offset, int) else arith.extui(_i64(), offset.raw)
         return Address(arith.addi(self.raw, wide), False)
 
+    def __and__(self, mask) -> Int:
+        """Bits of a shared address."""
+        return Int(self.raw) & mask
+
+    def __rshift__(self, by) -> Int:
+        return Int(self.raw) >> by
+
+    def __xor__(self, bits) -> Address:
+        """A shared address with bits exchanged."""
+        return Address((Int(self.raw) ^ bits).raw, True)
+
     def index(self, index, stride: int) -> Address:
         """Advance by index * stride bytes, computed in 64 bits for global memory (stacks exceed 4 GiB)."""
         if self.shared:
@@ -647,6 +658,129 @@ def decode_codes(word: Int) -> list[Int]:
         ((word << 6) & magnitude) | ((word << 1) & sign),
         ((word << 9) & magnitude) | ((word << 2) & sign),
     ]
+
+
+# -- products of four warps ------------------------------------------------------------------------------------------
+#
+# Four consecutive warps (a warpgroup, the first a multiple of four) multiply 64 x 16 weights, held in registers as the A
+# operand of ``mma`` (warp w has rows 16 w to 16 w + 15), with 16 x n values in shared memory. There, values lie in rows
+# of 128 bytes whose 16-byte pieces are exchanged by ``swizzled``; eight rows are 1,024 bytes and begin at a multiple of
+# that. Hopper has an instruction for it (wgmma); other GPUs do the same by ``load_matrices`` and ``mma``.
+
+ROW = 128  # bytes of a row of swizzled values
+
+
+def swizzled(offset):
+    """Where the byte at ``offset`` of rows of 128 bytes lies, relative to a multiple of 1,024 (int or Int)."""
+    return offset ^ ((offset >> 3) & 0x70)
+
+
+def multiply_group(
+    wide: bool, c: Sequence[Float], a: Sequence[Int], at: Address, *, columns: int, leading: int = 0
+) -> list[Float]:
+    """c [4 floats for each 8 columns, as ``mma`` has them] += a x values; bfloat16, float32 sums. Four warps call it.
+
+    wide: by wgmma, asynchronously: the sums are there after ``group_wait``, until which the values stay untouched.
+    at: the first of 16 values along the sum. leading 0: a row of 128 bytes holds one column's values, 64 along the sum,
+    and ``at`` lies 32 i bytes into the first row. Otherwise a row holds 64 columns at one place of the sum, ``at`` is a
+    row divisible by 8, and the next 64 columns begin ``leading`` bytes on.
+    """
+    if not wide:
+        return multiply_warps(c, a, at, columns=columns, leading=leading)
+    count = columns // 2
+    i64 = _i64()
+    constant = ((leading >> 4) << 16) | ((8 * ROW >> 4) << 32) | (1 << 62)
+    base = arith.extui(i64, ((at & 0x3FFFF) >> 4).raw)
+    descriptor = arith.ori(base, mosaic.c(constant, i64))
+    sums = ",".join(f"${i}" for i in range(count))
+    first = 2 * count
+    text = (
+        "{\n.reg .pred p;\nsetp.eq.u32 p, 0, 0;\nwgmma.fence.sync.aligned;\n"
+        f"wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.bf16.bf16 {{{sums}}}, "
+        f"{{${first},${first + 1},${first + 2},${first + 3}}}, ${first + 4}, p, 1, 1, {int(bool(leading))};\n"
+        "wgmma.commit_group.sync.aligned;\n}"
+    )
+    return _tied(text, c, [*(word.raw for word in a), descriptor], "r,r,r,r,l")
+
+
+def group_wait(pending: int, c: Sequence[Float] = (), wide: bool = True) -> list[Float]:
+    """Wait until only the newest ``pending`` products of these warps may be unfinished; ``c``, if they are done."""
+    if not wide:
+        return list(c)
+    return _tied(f"wgmma.wait_group.sync.aligned {pending};", c, [], "")
+
+
+def _tied(text: str, values: Sequence[Float], operands: Sequence, constraints: str) -> list[Float]:
+    """Inline PTX that updates float registers in place: ``$0...`` are the values, the operands follow twice as far."""
+    n = len(values)
+    spec = ",".join([*["=f"] * n, *map(str, range(n)), *([constraints] if constraints else []), "~{memory}"])
+    result = llvm.StructType.get_literal([_f32()] * n) if n else None
+    inputs = [value.raw for value in values] + list(operands)
+    op = llvm.InlineAsmOp(result, inputs, text, spec, has_side_effects=True, asm_dialect=0, convergent=True)
+    return [Float(llvm.extractvalue(_f32(), op.results[0], [i])) for i in range(n)]
+
+
+def multiply_warps(c: Sequence[Float], a: Sequence[Int], at: Address, *, columns: int, leading: int = 0) -> list[Float]:
+    """``multiply_group`` of each warp for itself."""
+    lane = Lane().lane
+    row, matrix = lane & 7, lane >> 3
+    sums = list(c)
+    for tile in range(0, columns // 8, 2):
+        if leading:  # rows along the sum: matrix i has places 8 (i & 1) on, columns 8 (tile + i // 2) on
+            column = (matrix >> 1) * 8 + 8 * tile
+            linear = (at + (column >> 6) * leading) + ((matrix & 1) * 8 + row) * ROW + (column & 63) * 2
+        else:
+            linear = at + ((matrix >> 1) * 8 + row + 8 * tile) * ROW + (matrix & 1) * 16
+        words = load_matrices(swizzled(linear), transposed=bool(leading))
+        for half in range(2):
+            if tile + half < columns // 8:
+                place = 4 * (tile + half)
+                sums[place : place + 4] = mma("bf16", sums[place : place + 4], a, words[2 * half : 2 * half + 2])
+    return sums
+
+
+def async_fence() -> None:
+    """What this thread has in shared memory (copies that it waited for, stores) is there for wgmma after a barrier."""
+    ptx("fence.proxy.async.shared::cta;")
+
+
+def store_matrices(at: Address, words: Sequence[Int]) -> None:
+    """The inverse of a transposed ``load_matrices``: lane 8 i + r points at row r of matrix i, which gets column r of
+    the matrix whose row g lies in the lanes (g, q) of word i as pairs of columns."""
+    ptx("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [$0], {$1,$2,$3,$4};", at, *words, convergent=True)
+
+
+def permute_bytes(x: Int, selector: int) -> Int:
+    """Bytes of x by the nibbles of ``selector``, lowest first; 4 gives zero."""
+    return Int(ptx(f"prmt.b32 $0, $1, 0, 0x{selector:04x};", x, results=_i32()))
+
+
+def multiply_bf16_pair(a: Int, b: Int) -> Int:
+    """Products of two pairs, rounded to bfloat16; subnormals count."""
+    return Int(ptx("mul.rn.bf16x2 $0, $1, $2;", a, b, results=_i32()))
+
+
+def decode_codes_bf16(word: Int) -> list[Int]:
+    """``decode_codes`` in bfloat16: code * 2^-126, exact (codes below 1 are subnormal)."""
+    magnitude, sign = 0x01C001C0, 0x80008000
+    return [
+        ((word >> 3) & magnitude) | (word & sign),
+        (word & magnitude) | ((word << 3) & sign),
+        ((word << 3) & magnitude) | ((word << 1) & sign),
+        ((word << 6) & magnitude) | ((word << 2) & sign),
+    ]
+
+
+WEIGHT_SCALE = 2.0**8  # undoes what ``decode_codes_bf16`` times ``e4m3_bf16`` leaves
+
+
+def e4m3_bf16(word: Int) -> list[Int]:
+    """Four E4M3 bytes without sign -> four words, each value * 2^118 twice in bfloat16, exact."""
+    quad = []
+    for byte in range(4):
+        bits = permute_bytes(word, 0x4040 | byte << 8 | byte) << 4  # value * 2^-120
+        quad.append(multiply_bf16_pair(multiply_bf16_pair(bits, Int(0x7B807B80)), Int(0x7A807A80)))
+    return quad
 
 
 # -- bulk copies into shared memory --------------------------------------------------------------------------------

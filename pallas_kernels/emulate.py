@@ -7,7 +7,8 @@ meaning: an ``Int`` holds one value per thread, ``when`` masks, ``mma`` multipli
 - barriers, shuffles and products are reached by all the threads that take part;
 - a word of shared memory is never read by another thread before a barrier that covers both;
 - a wait for a bulk copy waits for the phase that was requested;
-- what an asynchronous copy brings is NaN until the wait for its group;
+- what an asynchronous copy brings is NaN until the wait for its group; so are the sums of a product of four warps, whose
+  values nobody may overwrite before that, and which reads nothing without a fence and a barrier behind its writing;
 - blocks of a ``resident`` kernel, which run in lockstep, exchange words in program order, under a tag that the place
   did not carry before; nothing else that a block wrote to global memory is read by another.
 
@@ -56,6 +57,10 @@ class _Machine:
         self.readers, self.reader = np.zeros(words, np.uint64), np.full(words, -1)
         self.read_cluster, self.read_block, self.read_warp = (np.full(words, -1) for _ in range(3))
         self.flying: dict[int, list[tuple]] = {}  # per arrival what the copy engine still has to bring
+        # Products of four warps: what was written since its writer's last fence for them; per group of warps the words
+        # that each unfinished product reads, and how many unfinished products read a word.
+        self.unfenced, self.busy = np.zeros(words, bool), np.zeros(words, int)
+        self.products: dict[int, list[np.ndarray]] = {}
         # Per word of global memory the block that wrote it in this launch; kept only where all blocks run together.
         self.owners: dict[int, np.ndarray] = {}
 
@@ -109,6 +114,8 @@ class _Machine:
 
     def check_overwrite(self, lanes: np.ndarray, words: np.ndarray) -> None:
         """Nobody may still be reading what these lanes write."""
+        if self.busy[words].any():
+            raise AssertionError("shared memory written while a product of four warps may still read it")
         home = words // (self.shared_bytes // 4)
         own_block = home == lanes[:, None] // self.block_threads
         now = (self.read_block[words] == self.block_epoch) & (self.read_cluster[words] == self.cluster_epoch)
@@ -126,6 +133,7 @@ class _Machine:
         if check:
             self.check_overwrite(lanes, words)
         self.events += 1
+        self.unfenced[words] = True
         self.writer[words] = lanes[:, None]
         self.written_event[words] = self.events
         self.written_cluster[words] = self.cluster_epoch
@@ -284,6 +292,15 @@ class Address:
 
     def __add__(self, offset):
         return Address(self.raw + (offset if isinstance(offset, int) else offset.raw.astype(np.int64)), self.shared)
+
+    def __and__(self, mask):
+        return Int((self.raw & ((1 << _SPACE) - 1)).astype(np.uint32)) & mask
+
+    def __rshift__(self, by):
+        return Int((self.raw & ((1 << _SPACE) - 1)).astype(np.uint32)) >> by
+
+    def __xor__(self, bits):
+        return Address(self.raw ^ bits.raw.astype(np.int64), self.shared)
 
     def index(self, index, stride: int):
         return Address(self.raw + as_int(index).raw.astype(np.int64) * stride, self.shared)
@@ -662,6 +679,99 @@ def mma(kind: str, c, a, b):
         return [
             Float(c[i].raw.astype(np.float64) + product[:, h, :, :, e].reshape(-1)) for i, (h, e) in enumerate(order)
         ]
+
+
+class _Pending(Float):
+    """A sum that is not there yet: NaN until ``group_wait``."""
+
+    def __init__(self, value):
+        super().__init__(np.full(value.shape, np.nan, np.float32))
+        self.value = value
+
+
+def multiply_group(wide: bool, c, a, at, *, columns: int, leading: int = 0):
+    if not wide:
+        return emit.multiply_warps(c, a, at, columns=columns, leading=leading)
+    machine = _now()
+    machine.whole_warps("a product of four warps")
+    groups = machine.mask.reshape(-1, 128)
+    if (groups.any(1) != groups.all(1)).any():
+        raise AssertionError("a product of four warps reached by part of them")
+    dtype = ml_dtypes.bfloat16
+    read = lambda word: _halves(word, dtype).astype(np.float32).reshape(-1, 8, 4, 2)  # noqa: E731 - warp, g, q, pair
+    left = np.stack([np.stack([read(a[h + 2 * k]) for k in range(2)], 3) for h in range(2)], 1)
+    left = left.transpose(0, 1, 2, 4, 3, 5).reshape(-1, 64, 16)  # the rows of four warps
+    n, k = np.meshgrid(np.arange(columns), np.arange(16), indexing="ij")
+    if leading:
+        linear = (n // 64) * leading + (k // 8) * 1024 + (k % 8) * 128 + (n % 64) * 2
+    else:
+        linear = (n // 8) * 1024 + (n % 8) * 128 + k * 2
+    right = np.zeros((len(groups), columns, 16), np.float32)
+    for group in np.flatnonzero(groups.any(1)):
+        starts = at.raw[128 * group : 128 * group + 128] & ((1 << _SPACE) - 1)
+        if (starts != starts[0]).any():
+            raise AssertionError("four warps multiply with different values")
+        if starts[0] % 16 or (leading and starts[0] % 1024):
+            raise AssertionError(f"values of a product at {starts[0]}")
+        place = starts[0] + linear
+        place = place ^ ((place >> 3) & 0x70)
+        words = np.unique(place // 4)
+        if machine.unfenced[words].any():
+            raise AssertionError("a product reads what was written without a fence for it")
+        for warp in range(4 * group, 4 * group + 4):
+            machine._check_race(np.array([32 * warp]), words[None])
+            machine._note_read(np.array([32 * warp]), words[None])
+        machine.busy[words] += 1
+        machine.products.setdefault(group, []).append(words)
+        right[group] = machine.shared.view(dtype)[place // 2].astype(np.float32)
+    with np.errstate(all="ignore"):
+        product = np.einsum("grk,gck->grc", left, right).reshape(-1, 4, 2, 8, columns // 8, 4, 2)  # grp w h g tile q e
+    result = []
+    for tile in range(columns // 8):
+        for h in range(2):
+            for e in range(2):
+                old = c[4 * tile + 2 * h + e]
+                old = old.value if isinstance(old, _Pending) else old.raw
+                result.append(_Pending(old + product[:, :, h, :, tile, :, e].reshape(-1)))
+    return result
+
+
+def group_wait(pending: int, c=(), wide: bool = True):
+    if not wide:
+        return list(c)
+    machine = _now()
+    for group in np.flatnonzero(machine.mask.reshape(-1, 128).any(1)):
+        products = machine.products.get(group, [])
+        while len(products) > pending:
+            machine.busy[products.pop(0)] -= 1
+    if pending and c:
+        raise AssertionError("sums taken while products may be unfinished: wait for all of them")
+    return [Float(value.value) if isinstance(value, _Pending) else value for value in c]
+
+
+def async_fence():
+    machine = _now()
+    machine.unfenced[np.isin(machine.writer, np.flatnonzero(machine.mask))] = False
+
+
+def store_matrices(at, words):
+    machine = _now()
+    machine.whole_warps("a matrix store")
+    matrices = np.stack([w.raw.reshape(-1, 8, 4).view(np.uint16).reshape(-1, 8, 8) for w in words], 1)  # warp i g column
+    rows = np.ascontiguousarray(matrices.swapaxes(2, 3)).reshape(-1, 8)
+    machine.write(at.raw, rows.view(np.uint8))
+
+
+def permute_bytes(x, selector: int):
+    data = np.concatenate([x.raw[:, None].view(np.uint8), np.zeros((x.raw.size, 4), np.uint8)], 1)
+    picked = data[:, [selector >> (4 * i) & 7 for i in range(4)]]
+    return Int(np.ascontiguousarray(picked).view(np.uint32)[:, 0])
+
+
+def multiply_bf16_pair(a, b):
+    product = [(_halves(x, ml_dtypes.bfloat16).astype(np.float64)) for x in (a, b)]
+    rounded = (product[0] * product[1]).astype(np.float32).astype(ml_dtypes.bfloat16)
+    return Int(np.ascontiguousarray(rounded).view(np.uint32)[:, 0])
 
 
 def decode_codes(word):
