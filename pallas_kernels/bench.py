@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 
-OPS = ("add_rms_norm", "nvfp4_gemv", "moe_gemv", "moe_gemm", "sink_attention", "sample")
+OPS = ("add_rms_norm", "nvfp4_gemv", "moe_gemv", "moe_gemm", "sink_attention", "flash_attention", "sample")
 HEADER = f"{'case':40s} {'us':>9s} {'TB/s':>6s} {'share':>6s} {'row error':>10s} {'compile s':>9s}"
 
 

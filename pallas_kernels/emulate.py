@@ -757,7 +757,9 @@ def async_fence():
 def store_matrices(at, words):
     machine = _now()
     machine.whole_warps("a matrix store")
-    matrices = np.stack([w.raw.reshape(-1, 8, 4).view(np.uint16).reshape(-1, 8, 8) for w in words], 1)  # warp i g column
+    matrices = np.stack(
+        [w.raw.reshape(-1, 8, 4).view(np.uint16).reshape(-1, 8, 8) for w in words], 1
+    )  # warp i g column
     rows = np.ascontiguousarray(matrices.swapaxes(2, 3)).reshape(-1, 8)
     machine.write(at.raw, rows.view(np.uint8))
 

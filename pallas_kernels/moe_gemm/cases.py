@@ -46,4 +46,9 @@ def case(tokens: int, nvfp4: bool, skewed: bool = False) -> Case:
 
 def cases() -> list[Case]:
     """From a short prompt to a large chunk."""
-    return [*(case(tokens, True) for tokens in (64, 512, 2048, 4096, 8192)), case(1000, True, True), case(512, False), case(4096, False)]
+    return [
+        *(case(tokens, True) for tokens in (64, 512, 2048, 4096, 8192)),
+        case(1000, True, True),
+        case(512, False),
+        case(4096, False),
+    ]

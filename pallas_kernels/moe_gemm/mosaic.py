@@ -121,7 +121,15 @@ def _run(x, groups: Groups, weight: Tiles, layer, *, paired: bool):
     here = device.current()
     scales = weight.global_scale.size // layers
     spec = Spec(
-        experts, rows // ROWS, columns // BLOCK, groups.rows, weight.nvfp4, paired, here.capability[0] == 9, here.cores, scales
+        experts,
+        rows // ROWS,
+        columns // BLOCK,
+        groups.rows,
+        weight.nvfp4,
+        paired,
+        here.capability[0] == 9,
+        here.cores,
+        scales,
     )
     if spec.blocks < 2:
         raise KernelUnsupported(f"{columns} columns; the ring needs {2 * BLOCK}")
@@ -204,7 +212,9 @@ class _Copies:
         # Tokens: 16 lanes take a row's 256 bytes; the place of a 16-byte piece depends on the row's low bits.
         self.row, piece = lane.thread >> 4, lane.thread & 15
         self.piece = piece * 16
-        self.token_at = (piece >> 3) * (spec.rows * emit.ROW) + self.row * emit.ROW + (((piece & 7) ^ (self.row & 7)) << 4)
+        self.token_at = (
+            (piece >> 3) * (spec.rows * emit.ROW) + self.row * emit.ROW + (((piece & 7) ^ (self.row & 7)) << 4)
+        )
         # Weights: so many lanes take a tile.
         self.share = THREADS // spec.item_tiles
         self.weight_tile, self.weight_piece = lane.thread // self.share, (lane.thread % self.share) * 16
@@ -214,7 +224,9 @@ class _Copies:
         spec = self.spec
         with emit.when(self.lane.thread < spec.rows):
             (row,) = emit.load(token + ((tile * spec.rows + self.lane.thread) * 4))
-            emit.store(self.table + (parity * (4 * spec.rows) + self.lane.thread * 4), row * (spec.blocks * PIECE_BYTES))
+            emit.store(
+                self.table + (parity * (4 * spec.rows) + self.lane.thread * 4), row * (spec.blocks * PIECE_BYTES)
+            )
 
     def start(self, item: _Item, block: emit.Int, slot: emit.Int, parity: emit.Int) -> None:
         """Request piece ``block`` of an item into ``slot``."""
@@ -254,14 +266,18 @@ def _item(spec, lane, copies, mine, following, width, real, slot, parity, scale,
         target = slot + ahead
         target = emit.select(target < spec.stages, target, target - spec.stages)
         chosen = _Chosen(over, mine, following)
-        copies.start(chosen, emit.select(over, coming - spec.blocks, coming), target, emit.select(over, parity ^ 1, parity))
+        copies.start(
+            chosen, emit.select(over, coming - spec.blocks, coming), target, emit.select(over, parity ^ 1, parity)
+        )
         emit.copies_commit()
         sums = _multiply(spec, lane, copies.ring + slot * spec.slot_bytes, sums, width, group, warp)
         slot = slot + 1
         return [emit.select(slot < spec.stages, slot, emit.Int(0)), *sums]
 
     _, *sums = emit.loop(0, spec.blocks, 1, [slot, *zeros], piece)
-    (_deliver_act if spec.paired else _deliver)(spec, lane, sums, mine, width, real, group, warp, scale, layer, stage, out)
+    (_deliver_act if spec.paired else _deliver)(
+        spec, lane, sums, mine, width, real, group, warp, scale, layer, stage, out
+    )
 
 
 class _Chosen:
