@@ -95,7 +95,7 @@ class CachedAttention:
         self.last = self.start + self.count - 1
         offsets = jnp.arange(length, dtype=jnp.int32)
         self.positions = self.start[:, None] + offsets[None, :]
-        self.written = offsets[None, :] < self.count[:, None]
+        self.real = self.written = offsets[None, :] < self.count[:, None]
         self.tables = tables.at[self.slots].get(mode="clip")
 
     def attend(self, layer: int, q: Array, k: Array, v: Array, sinks: Array) -> Array:

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from flint_jax import moe
 from flint_jax.config import FULL, FlintConfig
@@ -89,10 +89,12 @@ class RMSNorm(Stacked):
 class Attend(Protocol):
     """What a block needs of its surroundings: positions, and attention over whatever keys came before.
 
-    ``positions`` is int32 [B, T]; ``attend`` takes q [B,T,N,H] and the new k, v [B,T,K,H] (normed and rotated).
+    ``positions`` is int32 [B, T]; ``real`` says which of the places hold a token (None: all of them); ``attend`` takes q
+    [B,T,N,H] and the new k, v [B,T,K,H] (normed and rotated).
     """
 
     positions: Int[Array, "B T"]
+    real: Bool[Array, "B T"] | None
 
     def attend(self, layer: int, q: Array, k: Array, v: Array, sinks: Array) -> Array: ...
 
@@ -147,7 +149,8 @@ class MLP(nnx.Module):
         self.gate_up = Linear(gate_up, i)
         self.down = Linear(down, i)
 
-    def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
+    def __call__(self, x: Float[Array, "... D"], real: Bool[Array, "..."] | None = None) -> Float[Array, "... D"]:
+        del real  # every row costs the same
         rounded = self.numerics.round(self.gate_up(site(self, "input", x))).astype(jnp.float32)
         gate, up = jnp.split(rounded, 2, axis=-1)
         act = silu(gate)
@@ -193,7 +196,7 @@ class MoE(nnx.Module):
         self.down = Stacked(weights["expert_down"], i)  # [E, D, F]
         self.shared = MLP(numerics, weights["shared_gate_up"], weights["shared_down"], i, self.path + "shared.")
 
-    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+    def __call__(self, x: Float[Array, "B T D"], real: Bool[Array, "B T"] | None = None) -> Float[Array, "B T D"]:
         x = site(self, "input", x)
         flat = x.reshape(-1, x.shape[-1])
         routed = moe.experts(
@@ -204,6 +207,7 @@ class MoE(nnx.Module):
             layer=self.index,
             numerics=self.numerics,
             each=functools.partial(site, self, "experts"),
+            real=None if real is None else real.reshape(-1),
         )
         total = site(self, "routed", routed).astype(jnp.float32) + self.shared(flat).astype(jnp.float32)
         return site(self, "out", self.numerics.round(total).reshape(x.shape))
@@ -226,7 +230,7 @@ class Block(nnx.Module):
     def __call__(self, residual: Array, branch: Array | None, kv: Attend) -> tuple[Array, Array]:
         residual, x = add_norm(residual, branch, self.attn_norm, functools.partial(site, self, "pre"))
         residual, x = add_norm(residual, self.attn(x, kv), self.mlp_norm, functools.partial(site, self, "mid"))
-        return residual, self.mlp(x)
+        return residual, self.mlp(x, kv.real)
 
 
 def add_norm(
@@ -307,6 +311,7 @@ class WholeSequence:
         self.positions = self.start[:, None] + jnp.arange(length, dtype=jnp.int32)[None, :]
         size = jnp.full((batch,), length, jnp.int32) if lengths is None else lengths.astype(jnp.int32)
         self.last = self.start + size - 1
+        self.real = None
 
     def attend(self, layer: int, q: Array, k: Array, v: Array, sinks: Array) -> Array:
         """See Attend."""

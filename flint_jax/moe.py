@@ -1,6 +1,7 @@
-"""Routed experts on packed or plain stacks, in plain jnp: gathered weights for few tokens, expert blocks for many.
+"""Routed experts: on tiles in kernels (``pallas_kernels.moe_gemm``), else in plain jnp: gathered weights for few tokens,
+expert blocks for many.
 
-Both paths follow the same roundings; they differ in float32 summation order only. Letters as in ``flint_jax.model``;
+All paths follow the same roundings; they differ in float32 summation order only. Letters as in ``flint_jax.model``;
 P = M * A (token, expert) pairs.
 """
 
@@ -14,10 +15,11 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from flint_jax.numerics import SCALED, Adapted, Matrix, Numerics, project, silu
-from pallas_kernels import device
+from pallas_kernels import device, dispatch, moe_gemm
+from pallas_kernels.layout import Tiles
 
 # Gathered weights are materialised, in the compute dtype: three full-size bf16 tokens' worth.
 GATHER_BYTES = 128 << 20
@@ -78,12 +80,40 @@ def experts(
     numerics: Numerics,
     each: Callable[[Array], Array] = lambda outputs: outputs,
     cut: Blocks | None = None,
+    real: Bool[Array, " M"] | None = None,
 ) -> Float[Array, "M D"]:
     """Weighted sum of each token's experts. gate_up [Lm,E,2F,D] and down [Lm,E,D,F] are whole stacks.
 
     each: sees, and may replace, the experts' outputs [M,A,D] before they are weighted. cut: take the block path, cut
-    like this; by default ``blocks`` says how, and few tokens gather their weights instead.
+    like this; by default ``blocks`` says how, and few tokens gather their weights instead. real: rows that count; the
+    kernels read no weights for the others, whose results are then anything.
     """
+    y = None
+    if cut is None and _grouped.get() is None and numerics.serving and isinstance(gate_up, Tiles):
+        implementations = {"grouped": _on_tensor_cores, dispatch.REFERENCE: lambda *_: None}
+        y = dispatch.run("moe.experts", implementations, x, routing.ids, real, gate_up, down, layer)
+    if y is None:
+        y = _plain(x, routing, gate_up, down, layer, numerics, cut)
+    y = each(y).astype(jnp.float32)
+    # float32 sum in rank order, one rounding.
+    total = jnp.zeros((x.shape[0], x.shape[1]), jnp.float32)
+    for rank in range(routing.ids.shape[1]):
+        total = total + routing.weights[:, rank, None] * y[:, rank]
+    return numerics.round(total)
+
+
+def _on_tensor_cores(x, ids, real, gate_up, down, layer) -> Float[Array, "M A D"]:
+    """Grouped products in kernels; raises KernelUnsupported."""
+    number = gate_up.shape[1]
+    if real is not None:
+        ids = jnp.where(real[:, None], ids, number)
+    groups = moe_gemm.group(ids, number)
+    act = moe_gemm.mosaic.gate_up(moe_gemm.product_order(x), groups, gate_up, layer)
+    y = moe_gemm.mosaic.down(act, groups, down, layer)
+    return y.at[groups.place].get(mode="promise_in_bounds")
+
+
+def _plain(x, routing: Routing, gate_up: Matrix, down: Matrix, layer, numerics: Numerics, cut) -> Float[Array, "M A D"]:
     tokens, active = routing.ids.shape
     experts_here, expert_bytes = gate_up.shape[1], 3 * math.prod(down.shape[-2:]) * x.dtype.itemsize
     flat = _flatten_experts(gate_up), _flatten_experts(down)
@@ -98,12 +128,7 @@ def experts(
             packed = isinstance(gate_up.base if isinstance(gate_up, Adapted) else gate_up, SCALED)
             cut = blocks(pairs, experts_here, expert_bytes, packed=packed, training=training)
         y = _blocked(x, ids, *flat, numerics, experts_here, cut)
-    y = each(y).astype(jnp.float32)
-    # float32 sum in rank order, one rounding.
-    total = jnp.zeros((tokens, x.shape[1]), jnp.float32)
-    for rank in range(active):
-        total = total + routing.weights[:, rank, None] * y[:, rank]
-    return numerics.round(total)
+    return y
 
 
 def _flatten_experts(stack: Matrix) -> Matrix:

@@ -21,6 +21,8 @@ from flint_jax.config import FULL, FlintConfig
 from flint_jax.errors import RequestError
 from flint_jax.model import Flint
 from flint_jax.numerics import Numerics
+from pallas_kernels import dispatch, flash_attention
+from pallas_kernels.flash_attention import TILE
 from pallas_kernels.sink_attention import reference as sink_attention
 
 LOGITS_BYTES = 1 << 29  # float32 logits of one ``score`` call, at most
@@ -98,9 +100,41 @@ class TileAttention:
         page = jnp.take_along_axis(tables, self.entry[:, None], axis=1)
         self.page = jnp.where(written, page, pages.k.shape[1])  # out of range: dropped
         self.last = jnp.where(high > low, start + high - 1, -1)
+        self.real = written
+        self.tiles, self.destination = self._for_kernels(start, high, width)
+
+    def _for_kernels(self, start, high, width: int):
+        """What ``flash_attention`` asks for; (None, None) where rows are no whole tiles. A tile begins at its row's
+        first place: what lies before ``low`` was written before, and its output is nobody's."""
+        if width % TILE:
+            return None, None
+        first = jnp.arange(0, width, TILE, dtype=jnp.int32)
+        count = jnp.where(self.real.any(axis=1)[:, None], jnp.clip(high[:, None] - first, 0, TILE), 0).reshape(-1)
+        row = jnp.repeat(jnp.arange(start.shape[0], dtype=jnp.int32), first.size, total_repeat_length=count.size)
+        position = (start[:, None] + first).reshape(-1)
+        tiles = jnp.stack([row, position, count, *[jnp.zeros_like(count)] * 5], axis=1)
+        at = self.page * PAGE + self.positions % PAGE
+        return tiles, jnp.where(self.real, at, -1).reshape(-1)
 
     def attend(self, layer: int, q: Array, k: Array, v: Array, sinks: Array) -> Array:
         """See flint_jax.model.Attend."""
+        implementations = {"kernels": self._on_tensor_cores, dispatch.REFERENCE: self._plain}
+        return dispatch.run("scoring.attention", implementations, layer, q, k, v, sinks)
+
+    def _on_tensor_cores(self, layer: int, q: Array, k: Array, v: Array, sinks: Array) -> Array:
+        if self.tiles is None or not self.numerics.serving:
+            raise dispatch.KernelUnsupported("rows of no whole tiles, or other numerics")
+        qkv = jnp.concatenate([x.reshape(x.shape[0] * x.shape[1], -1) for x in (q, k, v)], axis=1)
+        window = None if self.config.layer_types[layer] == FULL else self.config.sliding_window
+        written = flash_attention.write.mosaic(qkv, self.destination, self.pages.k, self.pages.v, layer)
+        sinks = sinks.astype(jnp.float32)[None]
+        out = flash_attention.mosaic.attend_pages(
+            qkv, self.tiles, sinks, 0, *written, layer, self.tables, window=window
+        )
+        self.pages = Pages(*written)
+        return out.reshape(q.shape)
+
+    def _plain(self, layer: int, q: Array, k: Array, v: Array, sinks: Array) -> Array:
         place = self.positions % PAGE
         k, v = (
             pool.at[layer, self.page, :, place].set(new, mode="drop")

@@ -14,7 +14,6 @@ from jaxtyping import Array, BFloat16, Float32, Int32
 
 from pallas_kernels import dispatch
 from pallas_kernels.flash_attention import mosaic, reference, write
-from pallas_kernels.flash_attention.pieces import Pieces
 
 
 def write_cache(
@@ -33,24 +32,28 @@ def write_cache(
 
 def attend_pages(
     qkv: BFloat16[Array, "T C"],
-    pieces: Pieces,
+    tiles: Int32[Array, "T16 8"],
     sinks: Float32[Array, "L N"],
     sinks_layer: int,
     k_pages: BFloat16[Array, "Lf P K page H"],
     v_pages: BFloat16[Array, "Lf P K page H"],
     layer: int | Int32[Array, ""],
     tables: Int32[Array, "S W"],
+    *,
+    window: int | None = None,
 ) -> BFloat16[Array, "T NH"]:
-    """Every token attends to its request's positions up to its own, which are in the pages already. qkv: q normed and
-    rotated. Places without a token give zeros. Cost: 4 N H operations for each pair of a token and a key."""
+    """Every token attends to its request's positions up to its own (to the last ``window`` of them), which are in the
+    pages already. qkv: q normed and rotated. tiles: see ``Pieces.tiles``. Places without a token give zeros.
+
+    Cost: 4 N H operations for each pair of a token and a key."""
     implementations = {"mosaic": mosaic.attend_pages, "reference": reference.attend_pages}
-    arguments = (qkv, pieces, sinks, sinks_layer, k_pages, v_pages, layer, tables)
-    return dispatch.run("flash_attention.pages", implementations, *arguments)
+    arguments = (qkv, tiles, sinks, sinks_layer, k_pages, v_pages, layer, tables)
+    return dispatch.run("flash_attention.pages", implementations, *arguments, window=window)
 
 
 def attend_ring(
     qkv: BFloat16[Array, "T C"],
-    pieces: Pieces,
+    tiles: Int32[Array, "T16 8"],
     sinks: Float32[Array, "L N"],
     sinks_layer: int,
     k_ring: BFloat16[Array, "Lw S K R H"],
@@ -62,5 +65,5 @@ def attend_ring(
     """Every token attends to itself and the window - 1 positions before it: those of its own piece from ``qkv``
     (q, k normed and rotated), earlier ones from the ring, which does not hold the piece yet."""
     implementations = {"mosaic": mosaic.attend_ring, "reference": reference.attend_ring}
-    arguments = (qkv, pieces, sinks, sinks_layer, k_ring, v_ring, layer)
+    arguments = (qkv, tiles, sinks, sinks_layer, k_ring, v_ring, layer)
     return dispatch.run("flash_attention.ring", implementations, *arguments, window=window)

@@ -49,12 +49,12 @@ def case(name: str, lengths: tuple[tuple[int, int], ...], window: int | None = N
         shape = (LAYERS, slots * width, K, PAGE, H) if window is None else (LAYERS, slots, K, RING, H)
         k, v = (jax.random.normal(k, shape, jnp.bfloat16) for k in keys[2:4])
         tables = jax.random.permutation(keys[4], slots * width).astype(jnp.int32).reshape(slots, width)
-        return qkv, _pieces(lengths), sinks, k, v, tables
+        return qkv, _pieces(lengths).tiles(places), sinks, k, v, tables
 
-    def call(functions, layer, qkv, work, sinks, k, v, tables):
+    def call(functions, layer, qkv, tiles, sinks, k, v, tables):
         if window is None:
-            return functions[0](qkv, work, sinks, layer, k, v, layer, tables)
-        return functions[1](qkv, work, sinks, layer, k, v, layer, window=window)
+            return functions[0](qkv, tiles, sinks, layer, k, v, layer, tables)
+        return functions[1](qkv, tiles, sinks, layer, k, v, layer, window=window)
 
     operations = 4 * N * H * pairs(lengths, window)
     nbytes = places * (2 * N + 2 * K) * H * 2 + sum(start + count for start, count in lengths) * 2 * K * H * 2

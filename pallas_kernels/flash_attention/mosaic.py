@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import device, emit
 from pallas_kernels.dispatch import KernelUnsupported
-from pallas_kernels.flash_attention.pieces import TILE, Pieces
+from pallas_kernels.flash_attention.pieces import TILE
 
 WARPS = 8
 THREADS = 32 * WARPS
@@ -46,23 +46,22 @@ class Spec:
     wide: bool
 
 
-def attend_pages(qkv, pieces: Pieces, sinks, sinks_layer, k_pages, v_pages, layer, tables):
+def attend_pages(qkv, tiles, sinks, sinks_layer, k_pages, v_pages, layer, tables, *, window=None):
     """See ``api.attend_pages``."""
-    spec = _spec(qkv, k_pages, tables.shape[1], 0)
+    spec = _spec(qkv, k_pages, tables.shape[1], window or 0)
     if spec.rows != KEYS:
         raise KernelUnsupported(f"pages of {spec.rows} tokens; the kernel takes {KEYS}")
-    operands = (pieces.tiles(spec.places), tables, qkv, sinks, k_pages, v_pages)
+    operands = (tiles, tables, qkv, sinks, k_pages, v_pages)
     return kernel(spec)(emit.index_operand(layer, sinks_layer), *operands)[0]
 
 
-def attend_ring(qkv, pieces: Pieces, sinks, sinks_layer, k_ring, v_ring, layer, *, window: int):
+def attend_ring(qkv, tiles, sinks, sinks_layer, k_ring, v_ring, layer, *, window: int):
     """See ``api.attend_ring``."""
     spec = _spec(qkv, k_ring, 0, window)
     if spec.rows % KEYS:
         raise KernelUnsupported(f"rings of {spec.rows} places, no multiple of {KEYS}")
     if spec.rows < window - 1:
         raise ValueError(f"a window of {window} in rings of {spec.rows} places")
-    tiles = pieces.tiles(spec.places)
     return kernel(spec)(emit.index_operand(layer, sinks_layer), tiles, tiles, qkv, sinks, k_ring, v_ring)[0]
 
 
@@ -88,7 +87,7 @@ def kernel(spec: Spec):
 
     return emit.kernel(
         program,
-        name="flash_attention_ring" if spec.window else "flash_attention_pages",
+        name="flash_attention_pages" if spec.entries else "flash_attention_ring",
         out=[jax.ShapeDtypeStruct((spec.places, features), jnp.bfloat16)],
         shared=[STAGES * SLOT],
         grid=spec.places // TILE * spec.kv_heads,
@@ -193,7 +192,7 @@ class _Block:
                     position = block * KEYS + row
                     there = emit.both(position >= self.low, position < self.end)
                     source = old + row * ROW_BYTES
-                    if spec.window:
+                    if not spec.entries:
                         fresh = position >= self.start
                         place = emit.select(fresh, self.place + position - self.start, emit.Int(0))
                         own = (spec.heads - (2 - kv) * spec.kv_heads + self.head) * ROW_BYTES + self.piece

@@ -32,7 +32,8 @@ class Pieces:
         return safe, jnp.maximum(self.start[safe] + offset, 0), (piece >= 0) & (offset < self.count[safe])
 
     def tiles(self, places: int) -> Int32[Array, "T16 8"]:
-        """Per 16 places: slot, position of the first, how many tokens, the piece's start, place, unused x 3."""
+        """Per 16 places: row of the block tables (or ring), position of the first, how many tokens; the position and the
+        place of the first token that came with them; three unused."""
         piece, position, _ = (x[::TILE] for x in self.of_places(places))
         first = jnp.arange(0, places, TILE, dtype=jnp.int32) - self.place[piece]
         count = jnp.clip(self.count[piece] - first, 0, TILE)

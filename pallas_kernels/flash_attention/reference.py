@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.flash_attention.pieces import TILE, Pieces
+from pallas_kernels.flash_attention.pieces import TILE
 from pallas_kernels.sink_attention import reference as sink_attention
 
 
@@ -16,10 +16,9 @@ def _split(qkv, kv_heads: int, width: int):
     return heads[:, :count], heads[:, count : count + kv_heads], heads[:, count + kv_heads :]
 
 
-def _tiles(q, pieces: Pieces, keys, sinks, window: int | None):
+def _tiles(q, tiles, keys, sinks, window: int | None):
     """keys(tile) -> (k, v [K, S, H], positions [S], -1 where there is none)."""
     places = q.shape[0]
-    tiles = pieces.tiles(places)
 
     def one(args):
         tile, q = args
@@ -43,7 +42,7 @@ def _tiles(q, pieces: Pieces, keys, sinks, window: int | None):
     return out.reshape(places, -1)
 
 
-def attend_pages(qkv, pieces: Pieces, sinks, sinks_layer, k_pages, v_pages, layer, tables):
+def attend_pages(qkv, tiles, sinks, sinks_layer, k_pages, v_pages, layer, tables, *, window=None):
     """See ``api.attend_pages``."""
     _, pages, kv_heads, page, width = k_pages.shape
     q, _, _ = _split(qkv, kv_heads, width)
@@ -54,10 +53,10 @@ def attend_pages(qkv, pieces: Pieces, sinks, sinks_layer, k_pages, v_pages, laye
         k, v = (c[layer, chosen].swapaxes(0, 1).reshape(kv_heads, -1, width) for c in (k_pages, v_pages))
         return k, v, at
 
-    return _tiles(q, pieces, keys, sinks[sinks_layer], None)
+    return _tiles(q, tiles, keys, sinks[sinks_layer], window)
 
 
-def attend_ring(qkv, pieces: Pieces, sinks, sinks_layer, k_ring, v_ring, layer, *, window: int):
+def attend_ring(qkv, tiles, sinks, sinks_layer, k_ring, v_ring, layer, *, window: int):
     """See ``api.attend_ring``."""
     _, slots, kv_heads, ring, width = k_ring.shape
     q, k_new, v_new = _split(qkv, kv_heads, width)
@@ -75,4 +74,4 @@ def attend_ring(qkv, pieces: Pieces, sinks, sinks_layer, k_ring, v_ring, layer, 
         )
         return k, v, jnp.concatenate([old, new])
 
-    return _tiles(q, pieces, keys, sinks[sinks_layer], window)
+    return _tiles(q, tiles, keys, sinks[sinks_layer], window)

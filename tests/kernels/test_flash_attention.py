@@ -37,7 +37,7 @@ def paged(rng, work, places):
                 cache[1, tables[slot, position // 64], :, position % 64] = rng.normal(size=(K, H))
     qkv = normal(rng, places, (N + 2 * K) * H)
     sinks = jnp.asarray(rng.normal(size=(3, N)), jnp.float32)
-    return qkv, work, sinks, 2, *(jnp.asarray(c, jnp.bfloat16) for c in (k, v)), 1, jnp.asarray(tables, jnp.int32)
+    return qkv, work.tiles(places), sinks, 2, *(jnp.asarray(c, jnp.bfloat16) for c in (k, v)), 1, jnp.asarray(tables, jnp.int32)
 
 
 @TARGETS
@@ -52,6 +52,14 @@ def test_pages_match_the_reference(target):
     assert real.sum() == 39
     assert testing.row_error(out[real], expected[real]) < 4e-3
     assert not out[~real].any()
+
+
+def test_a_window_over_pages():
+    args = paged(np.random.default_rng(4), pieces((0, 1, 0, 20), (32, 0, 330, 3)), 48)
+    expected = np.asarray(reference.attend_pages(*args, window=100))
+    out = np.asarray(emulated(mosaic.attend_pages, HOPPER, *args, window=100))
+    assert testing.row_error(out[[*range(20), 32, 33, 34]], expected[[*range(20), 32, 33, 34]]) < 4e-3
+    assert not (expected == np.asarray(reference.attend_pages(*args))).all()
 
 
 @TARGETS
@@ -85,9 +93,9 @@ def test_rings_match_the_reference(target, window):
 
 def test_a_row_is_the_same_in_any_company():
     rng = np.random.default_rng(2)
-    qkv, work, *rest = paged(rng, pieces((0, 1, 0, 20), (32, 0, 130, 16)), 48)
-    together = np.asarray(emulated(mosaic.attend_pages, HOPPER, qkv, work, *rest))
-    alone = np.asarray(emulated(mosaic.attend_pages, HOPPER, qkv[32:], pieces((0, 0, 130, 16)), *rest))
+    qkv, tiles, *rest = paged(rng, pieces((0, 1, 0, 20), (32, 0, 130, 16)), 48)
+    together = np.asarray(emulated(mosaic.attend_pages, HOPPER, qkv, tiles, *rest))
+    alone = np.asarray(emulated(mosaic.attend_pages, HOPPER, qkv[32:], tiles[2:], *rest))
     assert (together[32:] == alone).all()
 
 
