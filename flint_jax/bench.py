@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flint_jax import forced_bench, moe_bench, score_bench
+from flint_jax import forced_bench, moe_bench, prefill_bench, score_bench
 from flint_jax.cache import PAGE, table_width
 from flint_jax.device_trace import traced
 from flint_jax.model import Flint
@@ -58,6 +58,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     experts = commands.add_parser("experts", help="the routed experts of a layer on many tokens, in several ways")
     moe_bench.arguments(experts)
     experts.set_defaults(run=moe_bench.run)
+    prefill = commands.add_parser("prefill", help="a prefill step alone, random weights")
+    prefill_bench.arguments(prefill)
+    prefill.set_defaults(run=prefill_bench.run)
     commands.add_parser("serve", help="load on a running server, and a check of what it sends; see bench serve --help")
     args = parser.parse_args(argv)
     print(_header())

@@ -23,7 +23,9 @@ from jaxtyping import Array, Float, Int
 from flint_jax import decode, prompt_scores, redraw, sampling, sampling_params, snapshots
 from flint_jax.cache import CachedAttention, KVCache, table_width
 from flint_jax.model import Flint
+from flint_jax.packed import PackedAttention
 from flint_jax.sampling import SlotRow, SlotSampling
+from pallas_kernels.flash_attention import Pieces
 from pallas_kernels.sample.shapes import PROGRESS
 
 
@@ -105,6 +107,27 @@ def _prefill(weights, state: State, tables, tokens, slot, start, count, final, *
     state = dataclasses.replace(state, cache=kv.cache)
     slots = jnp.where(final, slot, state.token.shape[0])[None]
     return _commit(state, rows, slots, token, position[None], jnp.ones((1,), bool)), token, logits, hidden[0]
+
+
+def _prefill_packed(weights, state: State, tables, tokens, rows, *, merge):
+    """Pieces of several requests at once. tokens int32 [T], pieces back to back, each from a multiple of 16. rows int32
+    [R, 5]: place, slot, start, count, final (draw the token after the piece and go live); a count of 0 is no piece.
+
+    (state, drawn tokens [R], logits [R, V], hidden states [T, D]).
+    """
+    model: Flint = merge(weights)
+    place, slot, start, count, final = rows.T
+    total = state.token.shape[0]
+    pieces = Pieces(jnp.where(count > 0, place, tokens.shape[0]), jnp.clip(slot, 0, total - 1), start, count)
+    kv = PackedAttention(model.config, state.cache, tables, pieces, tokens.shape[0])
+    hidden = model.hidden(tokens[None], kv)[0]
+    logits = model.logits(hidden.at[place + count - 1].get(mode="clip"))
+    sampled = state.sampling.gather(jnp.clip(slot, 0, total - 1))
+    position = start + count
+    token = sampling.sample(logits, sampled, position)
+    state = dataclasses.replace(state, cache=kv.cache)
+    slots = jnp.where((final > 0) & (count > 0), slot, total)
+    return _commit(state, sampled, slots, token, position, count > 0), token, logits, hidden
 
 
 def _decode(weights, state: State, scratch, tables, slots, *, merge, fast=False):

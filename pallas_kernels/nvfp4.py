@@ -102,7 +102,10 @@ def expand_segments(global_scale: Float[Array, "... S"], segments: tuple[int, ..
     """One scale per segment -> one scale per row."""
     if len(segments) == 1:
         return jnp.broadcast_to(global_scale, (*global_scale.shape[:-1], segments[0]))
-    return jnp.repeat(global_scale, np.asarray(segments), axis=-1, total_repeat_length=sum(segments))
+    # No jnp.repeat: XLA would work out its indices while it compiles, for seconds a program.
+    lead = global_scale.shape[:-1]
+    parts = [jnp.broadcast_to(global_scale[..., i : i + 1], (*lead, n)) for i, n in enumerate(segments)]
+    return jnp.concatenate(parts, axis=-1)
 
 
 def decode(codes: UInt8[Array, "... C2"], scales: UInt8[Array, "... C16"], dtype=jnp.bfloat16) -> Float[Array, "... C"]:

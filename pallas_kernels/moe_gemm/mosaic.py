@@ -131,8 +131,6 @@ def _run(x, groups: Groups, weight: Tiles, layer, *, paired: bool):
         here.cores,
         scales,
     )
-    if spec.blocks < 2:
-        raise KernelUnsupported(f"{columns} columns; the ring needs {2 * BLOCK}")
     operands = (emit.index_operand(layer), groups.total, groups.expert, groups.count, groups.token)
     (out,) = kernel(spec, groups.token.shape[0])(*operands, x, weight.words, weight.global_scale)
     return out

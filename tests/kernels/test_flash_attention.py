@@ -37,7 +37,15 @@ def paged(rng, work, places):
                 cache[1, tables[slot, position // 64], :, position % 64] = rng.normal(size=(K, H))
     qkv = normal(rng, places, (N + 2 * K) * H)
     sinks = jnp.asarray(rng.normal(size=(3, N)), jnp.float32)
-    return qkv, work.tiles(places), sinks, 2, *(jnp.asarray(c, jnp.bfloat16) for c in (k, v)), 1, jnp.asarray(tables, jnp.int32)
+    return (
+        qkv,
+        work.tiles(places),
+        sinks,
+        2,
+        *(jnp.asarray(c, jnp.bfloat16) for c in (k, v)),
+        1,
+        jnp.asarray(tables, jnp.int32),
+    )
 
 
 @TARGETS
@@ -78,7 +86,7 @@ def test_rings_match_the_reference(target, window):
     caches = (jnp.asarray(c, jnp.bfloat16) for c in (k, v))
     args = (
         normal(rng, places, (N + 2 * K) * H),
-        work,
+        work.tiles(places),
         jnp.asarray(rng.normal(size=(1, N)), jnp.float32),
         0,
         *caches,
