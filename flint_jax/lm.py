@@ -7,6 +7,7 @@ import functools
 import logging
 import os
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,11 +17,11 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from flint_jax import memory, sampling_params, tiles
+from flint_jax import fit, memory, sampling_params, tiles
 from flint_jax.chat import ChatTemplate, encode_chat
 from flint_jax.config import FlintConfig
 from flint_jax.engine import Engine, Event, TokenLogprob
-from flint_jax.errors import RequestError, TokenizerError
+from flint_jax.errors import ConfigError, RequestError, TokenizerError
 from flint_jax.model import Flint
 from flint_jax.numerics import Numerics
 from flint_jax.sampling_params import SamplingParams
@@ -220,11 +221,18 @@ class LanguageModel:
             prefix_caching=enable_prefix_caching,
             prefix_snapshots=prefix_snapshots,
         )
-        steps = Steps(self.model, plan.sizes)
+        steps = Steps(self.model, plan.sizes, allocate=not compile_ahead)
+        seconds = 0.0
+        if compile_ahead:
+            begin = time.monotonic()
+            plan, _ = fit.build(steps, plan, progress)
+            steps.allocate()
+            _warm_up(steps, plan)
+            seconds = time.monotonic() - begin
         engine = Engine(steps, eos_ids=self.eos_ids, seed=seed, budget=max_num_batched_tokens)
         engine.memory = plan
         if compile_ahead:
-            engine.compile_seconds = steps.compile(progress)
+            engine.compile_seconds = seconds
         return engine
 
     @property
@@ -240,6 +248,19 @@ class LanguageModel:
         if self.tokenizer is None:
             raise TokenizerError("the checkpoint has no tokenizer; pass token ids, or load with tokenizer=FOLDER")
         return self.tokenizer
+
+
+def _warm_up(steps: Steps, plan: memory.MemoryPlan) -> None:
+    """Run every large program once. Raises ConfigError where the device has less memory than it said."""
+    try:
+        steps.warm_up()
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise ConfigError(
+            f"the GPU ran out of memory in the first step ({str(error).splitlines()[0]:.200}): the plan was\n"
+            f"{plan.table()}\nIs another process using the GPU? Otherwise lower --gpu-memory-utilization."
+        ) from error
 
 
 class _Collector:

@@ -52,6 +52,26 @@ class MemoryPlan:
     slot_bytes: int
     snapshot_bytes: int
 
+    def with_workspace(self, needed: int, program: str) -> MemoryPlan:
+        """The plan when activations take ``needed`` bytes, as ``program`` does: fewer pages if there is no slack.
+
+        Raises ConfigError when not even one page per slot is left.
+        """
+        s = self.sizes
+        workspace = max(self.workspace, needed)
+        room = self.free - workspace - s.slots * self.slot_bytes - s.snapshots * self.snapshot_bytes
+        pages = min(s.pages, room // self.page_bytes) if self.page_bytes else s.pages
+        if pages < s.slots:
+            raise ConfigError(
+                f"no room for the KV cache: the compiled program {program} needs {needed / 2**30:.2f} GiB for "
+                f"activations, {self.free / 2**30:.2f} GiB are free, {s.slots} slots take "
+                f"{s.slots * self.slot_bytes / 2**30:.2f} GiB and {s.snapshots} snapshots of the prefix cache "
+                f"{s.snapshots * self.snapshot_bytes / 2**30:.2f} GiB. "
+                f"Lower --max-num-batched-tokens (now {s.chunks[-1]}), --max-num-seqs or --prefix-snapshots."
+            )
+        sizes = dataclasses.replace(s, pages=int(pages), max_context=min(s.max_context, int(pages) * PAGE))
+        return dataclasses.replace(self, sizes=sizes, workspace=workspace)
+
     @property
     def cache_bytes(self) -> int:
         """Bytes of the KV cache, the slots' sampling state and the snapshots."""

@@ -29,6 +29,7 @@ from pallas_kernels.sample.shapes import PROGRESS
 
 log = logging.getLogger("flint_jax")
 
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class State:
@@ -184,8 +185,7 @@ class Steps:
     ``compile()`` builds every bucket; after it nothing compiles. Results are device arrays: reading them waits.
 
     With ``allocate=False`` nothing is put on the device, and the model's weights may be shapes: ``build`` compiles,
-    ``needed_bytes`` says what the programs ask for, ``resize`` changes the number of pages, and then ``use`` and
-    ``allocate`` make it ready to run.
+    ``resize`` changes the number of pages, and then ``use`` and ``allocate`` make it ready to run (``fit`` does this).
     """
 
     def __init__(self, model: Flint, sizes: Sizes, allocate: bool = True):
@@ -239,10 +239,7 @@ class Steps:
         self.state, self.tables, self.snapshots = self._empty()
 
     def use(self, model: Flint) -> None:
-        """Take the weights of ``model``: of the same shapes and kinds as those that the steps were made with.
-
-        Raises ValueError for others: the compiled programs would not take them.
-        """
+        """Take the weights of ``model``; ValueError for other shapes than those that the steps were made with."""
         leaves = tuple(jax.tree.leaves(nnx.split(model)[1]))
         for known, new in zip(self.weights, leaves, strict=True):
             if (known.shape, known.dtype) != (new.shape, new.dtype):
@@ -250,26 +247,15 @@ class Steps:
         self.model, self.weights = model, leaves
 
     def resize(self, sizes: Sizes) -> None:
-        """Before ``allocate``: other numbers of pages or another context; programs that depend on them are dropped."""
+        """Before ``allocate``: other pages, another context; programs that depend on them are dropped."""
         self.sizes = sizes
         self.state, self.tables, self.snapshots = jax.eval_shape(self._empty)
         self._compiled = {key: run for key, run in self._compiled.items() if key[0] not in (*ON_STATE, "table")}
 
-    def needed_bytes(self) -> tuple[int, str]:
-        """What the compiled programs need beside weights, state and snapshots, and the program that needs the most.
-
-        The largest program's temporaries and the results that have no argument's place; and the logits of every
-        decode batch, which stay from step to step. Programs run one after the other, so temporaries are shared.
-        """
-        worst, name = 0, "none"
-        for key, program in self._compiled.items():
-            memory = program.memory_analysis()
-            if memory is None:
-                continue
-            own = memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
-            if own > worst:
-                worst, name = own, " ".join(map(str, key))
-        return worst + 4 * self.config.vocab_size * sum(self.sizes.batches), name
+    @property
+    def programs(self) -> dict[tuple[str, int], Callable]:
+        """What was compiled, by kind and size."""
+        return dict(self._compiled)
 
     def lower_decode(self, batch: int, fast: bool = False) -> jax.stages.Lowered:
         """The decode step of one bucket, for compiling ahead and for tests that read the compiled program."""
@@ -294,12 +280,10 @@ class Steps:
     def build(self, progress: Callable[[str, int, int], None] | None = None) -> dict[str, float]:
         """Compile what is not compiled yet; ``progress(what, done, total)`` hears of each program.
 
-        Returns seconds on the clock, and the sums over programs, which run several at a time: "wall", "lower",
-        "compile".
+        Returns seconds: "wall" on the clock, "lower" and "compile" summed over programs (several run at a time).
         """
-        begin = time.monotonic()
+        begin, spent = time.monotonic(), {"lower": 0.0, "compile": 0.0}
         lower = {key: make for key, make in self._programs().items() if key not in self._compiled}
-        spent = {"lower": 0.0, "compile": 0.0}
         options = OPTIONS if jax.default_backend() == "gpu" else None
 
         def one(make: Callable[[], jax.stages.Lowered]):
