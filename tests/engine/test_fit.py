@@ -55,9 +55,8 @@ def test_programs_compiled_from_shapes_run_on_weights(steps):
     made.allocate()
     made.warm_up()
     assert made.state.token.shape == (2,)
-    other = random_weights(
-        CONFIG, dataclasses.replace(NUMERICS, dtype_name="float32"), weight_format="bf16", spread=spread
-    )
+    wide = Numerics("serving", "float32")
+    other = random_weights(CONFIG, wide, weight_format="bf16", spread=spread)
     with pytest.raises(ValueError, match="compiled for a weight bfloat16"):
         made.use(Flint(CONFIG, other, wide))
 
