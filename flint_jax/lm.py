@@ -242,7 +242,7 @@ class LanguageModel:
             self.model,
             eos_ids=self.eos_ids,
             seed=seed,
-            pending=sum(math.prod(a.shape) * a.dtype.itemsize for a in pending),
+            pending=[math.prod(a.shape) * a.dtype.itemsize for a in pending],
             max_model_len=self.max_context if max_model_len is None else min(max_model_len, self.max_context),
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,

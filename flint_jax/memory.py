@@ -147,6 +147,26 @@ def plan(
     return MemoryPlan(sizes, free, workspace, page, slot, snapshot)
 
 
+def process_limit() -> int | None:
+    """Bytes that this process may have of the default device; None on the host."""
+    if jax.default_backend() == "cpu":
+        return None
+    return int(jax.devices()[0].memory_stats()["bytes_limit"])
+
+
+def check_weights(weights: int, largest: int, limit: int) -> None:
+    """Raises ConfigError when loading would not fit: all weights, and the largest stack twice while it is laid out.
+
+    Bytes. limit: what this process may have of the GPU.
+    """
+    if weights + largest > limit:
+        raise ConfigError(
+            f"the weights do not fit: they take {weights / 2**30:.2f} GiB, laying out the largest stack of them "
+            f"{largest / 2**30:.2f} GiB more for a moment, and this process may use {limit / 2**30:.2f} GiB of the "
+            "GPU. Take the NVFP4 checkpoint if this is the BF16 one, a larger GPU, or one that nothing else uses."
+        )
+
+
 def _check(max_model_len, max_num_seqs, max_num_batched_tokens, utilization, prefix_snapshots) -> None:
     for name, value in (
         ("max_model_len", max_model_len),

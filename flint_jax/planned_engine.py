@@ -17,13 +17,16 @@ from flint_jax.step import Steps
 class PlannedEngine:
     """An engine that holds nothing on the device yet.
 
-    model: its weights may be shapes. pending: bytes that its weights will take, if they are not loaded. Everything
-    else as in ``memory.plan``. Raises ConfigError when the plan has no room for the KV cache.
+    model: its weights may be shapes. pending: bytes of each array of its weights that is not loaded. Everything else as
+    in ``memory.plan``. Raises ConfigError when the weights do not fit, or the plan has no room for the KV cache.
     """
 
-    def __init__(self, model: Flint, *, eos_ids: Sequence[int], seed: int, pending: int = 0, **sizes):
+    def __init__(self, model: Flint, *, eos_ids: Sequence[int], seed: int, pending: Sequence[int] = (), **sizes):
+        limit = memory.process_limit()
+        if pending and limit is not None:
+            memory.check_weights(sum(pending), max(pending), limit)
         self._eos_ids, self._seed, self._budget = eos_ids, seed, sizes["max_num_batched_tokens"]
-        self.plan = memory.plan(model.config, model.numerics, pending=pending, **sizes)
+        self.plan = memory.plan(model.config, model.numerics, pending=sum(pending), **sizes)
         self.steps = Steps(model, self.plan.sizes, allocate=False)
         self.seconds: dict[str, float] = {}
 

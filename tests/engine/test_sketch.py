@@ -7,14 +7,12 @@ import jax
 import pytest
 from flax import nnx
 
-from flint_jax import lm, tiles
-from flint_jax.numerics import Numerics
+from flint_jax import lm
 from loaders import weight_shapes
 from loaders.checkpoint import open_checkpoint
-from loaders.synthetic import random_checkpoint
+from loaders.synthetic import preset, write_gguf
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
-SERVING = Numerics("serving", "bfloat16")
 
 
 def described(model):
@@ -34,10 +32,12 @@ def test_a_sketch_is_the_loaded_model_in_shapes(name, dtype):
     assert (sketch.name, sketch.eos_ids, sketch.max_context) == (loaded.name, loaded.eos_ids, loaded.max_context)
 
 
-def test_in_tiles_too():
-    opened = lm.open_model(random_checkpoint())
-    assert tiles.wanted(opened.checkpoint.config, SERVING, "pallas"), "the checkpoint is too odd for tiles"
-    opened = dataclasses.replace(opened, tiled=True)
+def test_in_tiles_too(tmp_path):
+    sizes = {"vocab_size": 768, "hidden_size": 256, "head_dim": 128, "num_attention_heads": 8, "num_key_value_heads": 1}
+    widths = {"intermediate_size": 256, "moe_intermediate_size": 128, "shared_expert_intermediate_size": 256}
+    write_gguf(tmp_path / "small.gguf", preset("tiny", 4, **sizes, **widths))
+    opened = lm.open_model(tmp_path / "small.gguf", kernels="pallas")
+    assert opened.tiled
     assert described(opened.sketch().model) == described(opened.load(progress=False).model)
 
 
