@@ -49,6 +49,12 @@ def _parser() -> argparse.ArgumentParser:
     info.add_argument("--device", default="h200", help="for --roofline: a100, h100, h200 or b200")
     info.add_argument("--bandwidth", type=float, help="for --roofline: another memory bandwidth, TB/s")
     info.add_argument("--tflops", type=float, help="for --roofline: another bfloat16 peak, TFLOP/s")
+    info.add_argument("--memory", action="store_true", help="what would fit on a GPU, by arithmetic (no GPU needed)")
+    info.add_argument("--device-gib", type=float, default=140.0, help="for --memory: the GPU's memory (default 140)")
+    info.add_argument("--max-model-len", type=int, help="for --memory: as of serve.py")
+    info.add_argument("--max-num-seqs", type=int, help="for --memory: as of serve.py")
+    info.add_argument("--max-num-batched-tokens", type=int, help="for --memory: as of serve.py")
+    info.add_argument("--gpu-memory-utilization", type=float, default=0.9, help="for --memory: as of serve.py")
     info.set_defaults(run=_info)
 
     generate = commands.add_parser("generate", help="continue a text")
@@ -170,7 +176,24 @@ def _info(args: argparse.Namespace) -> int:
     print(f"sampling defaults: {json.dumps(ckpt.generation)}")
     if args.roofline:
         print(_roofline(args, ckpt))
+    if args.memory:
+        print(_memory(args, ckpt))
     return 0
+
+
+def _memory(args: argparse.Namespace, ckpt) -> str:
+    from flint_jax import memory_table
+
+    longest = ckpt.config.max_position_embeddings
+    return memory_table.table(
+        ckpt.config,
+        "nvfp4" if ckpt.weight_format == "nvfp4" else "bf16",
+        args.device_gib,
+        max_model_len=longest if args.max_model_len is None else min(args.max_model_len, longest),
+        max_num_seqs=args.max_num_seqs,
+        max_num_batched_tokens=args.max_num_batched_tokens,
+        utilization=args.gpu_memory_utilization,
+    )
 
 
 def _roofline(args: argparse.Namespace, ckpt) -> str:

@@ -29,6 +29,7 @@ def enable() -> Path | None:
         log.warning("no compilation cache: cannot make %s (%s); set %s to another folder", folder, error, VARIABLE)
         return None
     jax.config.update("jax_compilation_cache_dir", str(folder))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+    # Every program, also those that take a tenth of a second: a start has dozens of them.
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     return folder

@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import math
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,17 +17,17 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from flint_jax import memory, sampling_params, tiles
+from flint_jax import sampling_params, tiles
 from flint_jax.chat import ChatTemplate, encode_chat
 from flint_jax.config import FlintConfig
 from flint_jax.engine import Engine, Event, TokenLogprob
 from flint_jax.errors import RequestError, TokenizerError
 from flint_jax.model import Flint
 from flint_jax.numerics import Numerics
+from flint_jax.planned_engine import PlannedEngine
 from flint_jax.sampling_params import SamplingParams
 from flint_jax.scoring import Scorer
 from flint_jax.scoring.inputs import two
-from flint_jax.step import Steps
 from flint_jax.text import Detokenizer, StopStrings
 
 log = logging.getLogger("flint_jax")
@@ -210,9 +211,38 @@ class LanguageModel:
         earlier request had the same beginning. prefix_snapshots: places it may keep to do so, by default as many as
         fit in a tenth of the cache's memory, at most eight a slot. Raises ConfigError when nothing fits.
         """
-        plan = memory.plan(
-            self.config,
-            self.model.numerics,
+        planned = self.plan_engine(
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            gpu_memory_utilization=gpu_memory_utilization,
+            enable_prefix_caching=enable_prefix_caching,
+            prefix_snapshots=prefix_snapshots,
+            seed=seed,
+        )
+        if compile_ahead:
+            planned.build(progress)
+        return planned.finish(self.model)
+
+    def plan_engine(
+        self,
+        *,
+        max_model_len: int | None = None,
+        max_num_seqs: int | None = None,
+        max_num_batched_tokens: int | None = None,
+        gpu_memory_utilization: float = 0.9,
+        enable_prefix_caching: bool = True,
+        prefix_snapshots: int | None = None,
+        seed: int = 0,
+    ) -> PlannedEngine:
+        """``make_engine`` in steps, for a model whose weights may still be shapes (``Opened.sketch``)."""
+        leaves = jax.tree.leaves(nnx.state(self.model))
+        pending = [a for a in leaves if isinstance(a, jax.ShapeDtypeStruct)]
+        return PlannedEngine(
+            self.model,
+            eos_ids=self.eos_ids,
+            seed=seed,
+            pending=[math.prod(a.shape) * a.dtype.itemsize for a in pending],
             max_model_len=self.max_context if max_model_len is None else min(max_model_len, self.max_context),
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
@@ -220,12 +250,6 @@ class LanguageModel:
             prefix_caching=enable_prefix_caching,
             prefix_snapshots=prefix_snapshots,
         )
-        steps = Steps(self.model, plan.sizes)
-        engine = Engine(steps, eos_ids=self.eos_ids, seed=seed, budget=max_num_batched_tokens)
-        engine.memory = plan
-        if compile_ahead:
-            engine.compile_seconds = steps.compile(progress)
-        return engine
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
@@ -311,6 +335,31 @@ def load(
 
     Raises CheckpointError, ConfigError or TokenizerError, each saying what was given, what is needed, what to do.
     """
+    opened = open_model(
+        path,
+        dtype=dtype,
+        numerics=numerics,
+        kernels=kernels,
+        max_context=max_context,
+        config=config,
+        tokenizer=tokenizer,
+        sharding=sharding,
+    )
+    return opened.load(progress=progress)
+
+
+def open_model(
+    path: str | os.PathLike | None = None,
+    *,
+    dtype: str = "bfloat16",
+    numerics: str = "serving",
+    kernels: str = "auto",
+    max_context: int | None = None,
+    config: str | os.PathLike | None = None,
+    tokenizer: str | os.PathLike | None = None,
+    sharding: Any = None,
+) -> Opened:
+    """``load`` up to the weights: the checkpoint is open, everything is checked, no weight is read."""
     import loaders  # the layer of checkpoint formats; the model itself never knows one
 
     rules = Numerics(numerics, dtype)
@@ -332,17 +381,52 @@ def load(
             f"max_context = {max_context!r:.60}: need 1 to {c.max_position_embeddings}, the model's own context",
             param="max_context",
         )
-    weights = loaders.load_weights(
-        checkpoint, dtype=dtype, router_dtype=jnp.dtype(rules.router_dtype).name, progress=progress, sharding=sharding
-    )
-    if sharding is None and tiles.wanted(c, rules, kernels):
-        weights = tiles.tile_weights(weights)
-    model = Flint(c, weights, rules, max_positions=max_context)
-    return LanguageModel(
-        model,
-        checkpoint.tokenizer,
-        generation=checkpoint.generation,
-        chat_template=checkpoint.chat_template,
-        name=checkpoint.name,
-        max_context=max_context,
-    )
+    return Opened(checkpoint, rules, max_context, sharding is None and tiles.wanted(c, rules, kernels), sharding)
+
+
+@dataclasses.dataclass(frozen=True)
+class Opened:
+    """A checkpoint whose weights are still to be read. tiled: whether they are laid out for the kernels."""
+
+    checkpoint: Any
+    rules: Numerics
+    max_context: int | None
+    tiled: bool
+    sharding: Any = None
+
+    def sketch(self) -> LanguageModel | None:
+        """The model with shapes for weights: to plan memory and to compile. None where only loading tells the shapes.
+
+        Its tree is that of ``load``, array by array.
+        """
+        import loaders
+
+        if self.sharding is not None:
+            return None
+        tree = loaders.weight_shapes(self.checkpoint, **self._dtypes)
+        if tree is None:
+            return None
+        return self._model(jax.eval_shape(tiles.tile_weights, tree) if self.tiled else tree)
+
+    def load(self, *, progress: bool = True, on_read: Callable[[], None] = lambda: None) -> LanguageModel:
+        """Read the weights and lay them out. on_read: called when they are read. Raises CheckpointError."""
+        import loaders
+
+        weights = loaders.load_weights(self.checkpoint, **self._dtypes, progress=progress, sharding=self.sharding)
+        on_read()
+        return self._model(tiles.tile_weights(weights) if self.tiled else weights)
+
+    @property
+    def _dtypes(self) -> dict[str, str]:
+        return {"dtype": self.rules.dtype_name, "router_dtype": jnp.dtype(self.rules.router_dtype).name}
+
+    def _model(self, weights) -> LanguageModel:
+        found = self.checkpoint
+        return LanguageModel(
+            Flint(found.config, weights, self.rules, max_positions=self.max_context),
+            found.tokenizer,
+            generation=found.generation,
+            chat_template=found.chat_template,
+            name=found.name,
+            max_context=self.max_context,
+        )

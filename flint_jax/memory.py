@@ -24,6 +24,7 @@ PREFIX_ROOM = 2  # with a prefix cache: pages for this many times what the slots
 SAMPLING_BYTES = 9  # a slot's sampling state per vocabulary entry: bool, int32, float32
 
 
+PROCESS_SHARE = "0.92"  # of a GPU's memory, for XLA in a process of our own; see ``prepare_process``
 _FRACTION = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")  # the name, and the older one
 
 
@@ -37,7 +38,7 @@ def prepare_process() -> None:
     fails. XLA's own variables, if set, win.
     """
     if not any(os.environ.get(name) for name in _FRACTION):
-        os.environ[_FRACTION[0]] = "0.92"
+        os.environ[_FRACTION[0]] = PROCESS_SHARE
     os.environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "2")
 
 
@@ -51,6 +52,26 @@ class MemoryPlan:
     page_bytes: int
     slot_bytes: int
     snapshot_bytes: int
+
+    def with_workspace(self, needed: int, program: str) -> MemoryPlan:
+        """The plan when activations take ``needed`` bytes, as ``program`` does: fewer pages if there is no slack.
+
+        Raises ConfigError when not even one page per slot is left.
+        """
+        s = self.sizes
+        workspace = max(self.workspace, needed)
+        room = self.free - workspace - s.slots * self.slot_bytes - s.snapshots * self.snapshot_bytes
+        pages = min(s.pages, room // self.page_bytes) if self.page_bytes else s.pages
+        if pages < s.slots:
+            raise ConfigError(
+                f"no room for the KV cache: the compiled program {program} needs {needed / 2**30:.2f} GiB for "
+                f"activations, {self.free / 2**30:.2f} GiB are free, {s.slots} slots take "
+                f"{s.slots * self.slot_bytes / 2**30:.2f} GiB and {s.snapshots} snapshots of the prefix cache "
+                f"{s.snapshots * self.snapshot_bytes / 2**30:.2f} GiB. "
+                f"Lower --max-num-batched-tokens (now {s.chunks[-1]}), --max-num-seqs or --prefix-snapshots."
+            )
+        sizes = dataclasses.replace(s, pages=int(pages), max_context=min(s.max_context, int(pages) * PAGE))
+        return dataclasses.replace(self, sizes=sizes, workspace=workspace)
 
     @property
     def cache_bytes(self) -> int:
@@ -83,21 +104,26 @@ def plan(
     utilization: float = 0.9,
     prefix_caching: bool = False,
     prefix_snapshots: int | None = None,
+    pending: int = 0,
+    device_bytes: int | None = None,
 ) -> MemoryPlan:
-    """Slots and pages for the free memory of the default device.
+    """Slots and pages for the free memory of the default device, or of a GPU of ``device_bytes`` that nothing uses.
 
     max_model_len: longest request wanted; lowered to what the pool holds. prefix_snapshots: how many rings the prefix
-    cache may keep, default a tenth of the room, at most eight a slot; 0 switches it off, too. Raises ConfigError when
-    not even one page per slot fits, or a number is out of range.
+    cache may keep, default a tenth of the room, at most eight a slot; 0 switches it off, too. pending: bytes of weights
+    that are still to be loaded. Raises ConfigError when not even one page per slot fits, or a number is out of range.
     """
     _check(max_model_len, max_num_seqs, max_num_batched_tokens, utilization, prefix_snapshots)
-    on_host = jax.default_backend() == "cpu"
+    on_host = device_bytes is None and jax.default_backend() == "cpu"
     itemsize = jnp.dtype(numerics.dtype).itemsize
     slots = max_num_seqs or (4 if on_host else 16)
     chunk = _chunk(max_num_batched_tokens or (256 if on_host else 2048), max_model_len)
     page = page_bytes(config, itemsize)
     slot = slot_bytes(config, itemsize) + SAMPLING_BYTES * config.vocab_size
-    free = _free_bytes(utilization, on_host)
+    if device_bytes is None:
+        free = _free_bytes(utilization, on_host, pending)
+    else:  # XLA's share of it, if that is less
+        free = int(device_bytes * min(utilization, float(PROCESS_SHARE))) - pending
     workspace = _workspace(config, chunk, slots, itemsize)
     room = free - workspace - slots * slot
     snapshot = slot_bytes(config, itemsize)
@@ -119,6 +145,26 @@ def plan(
     batches = (*(b for b in BATCHES if b < slots), slots)
     sizes = Sizes(slots, int(pages), longest, batches, _chunks(chunk), snapshots)
     return MemoryPlan(sizes, free, workspace, page, slot, snapshot)
+
+
+def process_limit() -> int | None:
+    """Bytes that this process may have of the default device; None on the host."""
+    if jax.default_backend() == "cpu":
+        return None
+    return int(jax.devices()[0].memory_stats()["bytes_limit"])
+
+
+def check_weights(weights: int, largest: int, limit: int) -> None:
+    """Raises ConfigError when loading would not fit: all weights, and the largest stack twice while it is laid out.
+
+    Bytes. limit: what this process may have of the GPU.
+    """
+    if weights + largest > limit:
+        raise ConfigError(
+            f"the weights do not fit: they take {weights / 2**30:.2f} GiB, laying out the largest stack of them "
+            f"{largest / 2**30:.2f} GiB more for a moment, and this process may use {limit / 2**30:.2f} GiB of the "
+            "GPU. Take the NVFP4 checkpoint if this is the BF16 one, a larger GPU, or one that nothing else uses."
+        )
 
 
 def _check(max_model_len, max_num_seqs, max_num_batched_tokens, utilization, prefix_snapshots) -> None:
@@ -148,13 +194,13 @@ def _chunks(largest: int) -> tuple[int, ...]:
     return tuple(reversed(sizes))
 
 
-def _free_bytes(utilization: float, on_host: bool) -> int:
+def _free_bytes(utilization: float, on_host: bool, pending: int = 0) -> int:
     if on_host:
-        return int(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * HOST_SHARE)
+        return int((os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") - pending) * HOST_SHARE)
     stats = jax.devices()[0].memory_stats()
     # XLA's limit is its fraction of what was free when it started; the flag is a share of the whole.
     fraction = float(next((os.environ[name] for name in _FRACTION if os.environ.get(name)), 0.75))
-    return int(stats["bytes_limit"] * min(1.0, utilization / fraction) - stats["bytes_in_use"])
+    return int(stats["bytes_limit"] * min(1.0, utilization / fraction) - stats["bytes_in_use"]) - pending
 
 
 def _workspace(config: FlintConfig, chunk: int, slots: int, itemsize: int) -> int:

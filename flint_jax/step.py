@@ -10,6 +10,7 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import functools
+import logging
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -27,6 +28,8 @@ from flint_jax.packed import PackedAttention
 from flint_jax.sampling import SlotRow, SlotSampling
 from pallas_kernels.flash_attention import Pieces
 from pallas_kernels.sample.shapes import PROGRESS
+
+log = logging.getLogger("flint_jax")
 
 
 @jax.tree_util.register_dataclass
@@ -193,13 +196,22 @@ def _set_table(tables, slot, row):
     return tables.at[slot].set(row)
 
 
+# XLA recomputes instructions when it takes arguments and results for more than 80 % of the GPU, and it counts a donated
+# argument twice: with a large pool always. There is nothing to win in a step that is written in place.
+OPTIONS = {"xla_disable_hlo_passes": "rematerialization"}
+ON_STATE = ("prefill", "decode", "fast", "admit", "release", "copy page")  # programs whose shapes depend on the pages
+
+
 class Steps:
     """The compiled steps of one model, and the device state they pass along.
 
     ``compile()`` builds every bucket; after it nothing compiles. Results are device arrays: reading them waits.
+
+    With ``allocate=False`` nothing is put on the device, and the model's weights may be shapes: ``build`` compiles,
+    ``resize`` changes the number of pages, and then ``use`` and ``allocate`` make it ready to run (``fit`` does this).
     """
 
-    def __init__(self, model: Flint, sizes: Sizes):
+    def __init__(self, model: Flint, sizes: Sizes, allocate: bool = True):
         self.model, self.sizes = model, sizes
         self.config = model.config
         graph, state = nnx.split(model)
@@ -210,8 +222,6 @@ class Steps:
         def merge(weights):
             return nnx.merge(graph, jax.tree.unflatten(structure, weights))
 
-        self.state = State.create(model, sizes.slots, sizes.pages)
-        self.tables = jnp.zeros((sizes.slots, table_width(sizes.max_context)), jnp.int32)
         self._prefill = jax.jit(_bind(_prefill, merge), donate_argnums=1)
         # With kernels there is a second decode step that samples without sorting the vocabulary.
         self.kernels = decode.supported(model)
@@ -225,8 +235,6 @@ class Steps:
         self._admit = jax.jit(_admit, donate_argnums=0)
         self._release = jax.jit(_release, donate_argnums=0)
         self._set_table = jax.jit(_set_table, donate_argnums=0)
-        # Apart from the state: no decode step has to carry them.
-        self.snapshots = snapshots.Snapshots.create(model.config, sizes.snapshots, model.numerics.dtype)
         self._save = jax.jit(snapshots.save, donate_argnums=0)
         self._restore = jax.jit(snapshots.restore, donate_argnums=(0, 1))
         self._copy_page = jax.jit(snapshots.copy_page, donate_argnums=(0, 1))
@@ -238,6 +246,39 @@ class Steps:
         self._hidden: Array | None = None  # of the chunk prefilled last
         self._logprobs = jax.jit(functools.partial(sampling.logprobs, k=sampling_params.MAX_LOGPROBS))
         self._compiled: dict[tuple, Callable] = {}
+        # Shapes until ``allocate``. The snapshots are apart from the state: no decode step has to carry them.
+        self.state, self.tables, self.snapshots = jax.eval_shape(self._empty)
+        if allocate:
+            self.allocate()
+
+    def _empty(self) -> tuple[State, Array, snapshots.Snapshots]:
+        s, dtype = self.sizes, self.model.numerics.dtype
+        tables = jnp.zeros((s.slots, table_width(s.max_context)), jnp.int32)
+        kept = snapshots.Snapshots.create(self.config, s.snapshots, dtype)
+        return State.create(self.model, s.slots, s.pages), tables, kept
+
+    def allocate(self) -> None:
+        """Put the empty state, tables and snapshots on the device."""
+        self.state, self.tables, self.snapshots = self._empty()
+
+    def use(self, model: Flint) -> None:
+        """Take the weights of ``model``; ValueError for other shapes than those that the steps were made with."""
+        leaves = tuple(jax.tree.leaves(nnx.split(model)[1]))
+        for known, new in zip(self.weights, leaves, strict=True):
+            if (known.shape, known.dtype) != (new.shape, new.dtype):
+                raise ValueError(f"compiled for a weight {known.dtype} {known.shape}, got {new.dtype} {new.shape}")
+        self.model, self.weights = model, leaves
+
+    def resize(self, sizes: Sizes) -> None:
+        """Before ``allocate``: other pages, another context; programs that depend on them are dropped."""
+        self.sizes = sizes
+        self.state, self.tables, self.snapshots = jax.eval_shape(self._empty)
+        self._compiled = {key: run for key, run in self._compiled.items() if key[0] not in (*ON_STATE, "table")}
+
+    @property
+    def programs(self) -> dict[tuple[str, int], Callable]:
+        """What was compiled, by kind and size."""
+        return dict(self._compiled)
 
     def lower_decode(self, batch: int, fast: bool = False) -> jax.stages.Lowered:
         """The decode step of one bucket, for compiling ahead and for tests that read the compiled program."""
@@ -247,18 +288,53 @@ class Steps:
 
     def lower_prefill(self, chunk: int) -> jax.stages.Lowered:
         """The prefill step of one bucket."""
-        zero = jnp.zeros((), jnp.int32)
-        tokens = jnp.zeros((chunk,), jnp.int32)
-        return self._prefill.lower(self.weights, self.state, self.tables, tokens, zero, zero, zero, jnp.zeros((), bool))
+        zero = jax.ShapeDtypeStruct((), jnp.int32)
+        tokens = jax.ShapeDtypeStruct((chunk,), jnp.int32)
+        final = jax.ShapeDtypeStruct((), bool)
+        return self._prefill.lower(self.weights, self.state, self.tables, tokens, zero, zero, zero, final)
 
     def compile(self, progress: Callable[[str, int, int], None] | None = None) -> float:
-        """Compile everything ahead; seconds taken. ``progress(what, done, total)`` hears of each program."""
+        """Compile everything ahead and run it once; seconds taken. ``progress``: see ``build``."""
         begin = time.monotonic()
+        self.build(progress)
+        self.warm_up()
+        return time.monotonic() - begin
+
+    def build(self, progress: Callable[[str, int, int], None] | None = None) -> dict[str, float]:
+        """Compile what is not compiled yet; ``progress(what, done, total)`` hears of each program.
+
+        Returns seconds: "wall" on the clock, "lower" and "compile" summed over programs (several run at a time).
+        """
+        begin, spent = time.monotonic(), {"lower": 0.0, "compile": 0.0}
+        lower = {key: make for key, make in self._programs().items() if key not in self._compiled}
+        options = OPTIONS if jax.default_backend() == "gpu" else None
+
+        def one(make: Callable[[], jax.stages.Lowered]):
+            start = time.monotonic()
+            lowered = make()
+            middle = time.monotonic()
+            compiled = lowered.compile(compiler_options=options)
+            return compiled, middle - start, time.monotonic() - middle
+
+        # XLA compiles outside Python's lock, so programs are compiled side by side; the large ones first.
+        with concurrent.futures.ThreadPoolExecutor(max(1, min(8, os.cpu_count() or 1))) as pool:
+            jobs = {pool.submit(one, make): key for key, make in lower.items()}
+            for done, job in enumerate(concurrent.futures.as_completed(jobs), start=1):
+                self._compiled[jobs[job]], lowering, compiling = job.result()
+                spent["lower"] += lowering
+                spent["compile"] += compiling
+                log.debug("%s: lower %.1f s, compile %.1f s", jobs[job], lowering, compiling)
+                if progress is not None:
+                    progress(" ".join(map(str, jobs[job])), done, len(jobs))
+        return {"wall": time.monotonic() - begin, **spent}
+
+    def _programs(self) -> dict[tuple[str, int], Callable[[], jax.stages.Lowered]]:
+        """How to lower each program, the slowest to compile first."""
         row = sampling.slot_row(sampling_params.SamplingParams(temperature=0.0), (0,), self.config.vocab_size, (), 0)
         slot = jax.ShapeDtypeStruct((), jnp.int32)
         both = {1, *self.sizes.batches}  # of decode, and the one row of a final chunk
         lower = {
-            **{("prefill", c): functools.partial(self.lower_prefill, c) for c in self.sizes.chunks},
+            **{("prefill", c): functools.partial(self.lower_prefill, c) for c in reversed(self.sizes.chunks)},
             **{("decode", b): functools.partial(self.lower_decode, b) for b in self.sizes.batches},
             **{("fast", b): functools.partial(self.lower_decode, b, True) for b in self.sizes.batches if self.kernels},
             **{("peek", b): functools.partial(self._lower_peek, b) for b in self.sizes.batches},
@@ -280,17 +356,9 @@ class Steps:
                 ("restore", 0): lambda: self._restore.lower(*rings, self.snapshots, slot, slot),
                 ("copy page", 0): lambda: self._copy_page.lower(*pages, slot, slot),
             }
-        # XLA compiles outside Python's lock: two at a time keep two cores busy.
-        with concurrent.futures.ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
-            jobs = {pool.submit(lambda job=job: job().compile()): key for key, job in lower.items()}
-            for done, job in enumerate(concurrent.futures.as_completed(jobs), start=1):
-                self._compiled[jobs[job]] = job.result()
-                if progress is not None:
-                    progress(" ".join(map(str, jobs[job])), done, len(jobs))
-        self._warm_up()
-        return time.monotonic() - begin
+        return lower
 
-    def _warm_up(self) -> None:
+    def warm_up(self) -> None:
         """Run the large programs once on nothing but padding: the first run of each takes 20 to 50 ms longer."""
         for size in self.sizes.batches:
             for fast in (False, True) if self.kernels else (False,):

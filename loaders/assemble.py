@@ -80,10 +80,7 @@ def assemble(
     memory = _MemoryWatch()
     _check_zero(plan.zero)
     kinds = _leaf_kinds(plan)
-    dtypes = _stored_dtypes(plan) if dtype == "stored" else dict.fromkeys(plan.leaves, jnp.dtype(dtype))
-    dtypes["sinks"] = jnp.dtype("float32")
-    if router_dtype is not None:
-        dtypes["router"] = jnp.dtype(router_dtype)
+    dtypes = _dtypes(plan, dtype, router_dtype)
     scales = _global_scales(plan, kinds)
     targets = {name: _target(leaf, kinds[name], dtypes[name]) for name, leaf in plan.leaves.items()}
     signed: Counter[str] = Counter()
@@ -110,6 +107,29 @@ def assemble(
     if progress:
         tqdm.write(str(report), file=sys.stderr)
     return tree, report
+
+
+def shapes(plan: Plan, *, dtype: str = "bfloat16", router_dtype: str | None = None) -> Tree:
+    """The tree that ``assemble`` will give, with a ShapeDtypeStruct for every array; reads no weight."""
+    kinds, tree = _leaf_kinds(plan), {}
+    for name, plane_dtype in _dtypes(plan, dtype, router_dtype).items():
+        leaf, kind = plan.leaves[name], kinds[name]
+        planes = [jax.ShapeDtypeStruct(*plane) for plane in planes_of(leaf, kind, plane_dtype)]
+        if kind == PLAIN:
+            tree[name] = planes[0]
+            continue
+        scale = jax.ShapeDtypeStruct((*leaf.full_shape[:-2], len(leaf.segments)), jnp.float32)
+        made = nvfp4.Packed if kind == PACKED else nvfp4.Scaled
+        tree[name] = made(*planes, scale, leaf.segments)
+    return tree
+
+
+def _dtypes(plan: Plan, dtype: str, router_dtype: str | None) -> dict[str, np.dtype]:
+    dtypes = _stored_dtypes(plan) if dtype == "stored" else dict.fromkeys(plan.leaves, jnp.dtype(dtype))
+    dtypes["sinks"] = jnp.dtype("float32")
+    if router_dtype is not None:
+        dtypes["router"] = jnp.dtype(router_dtype)
+    return dtypes
 
 
 def _leaf_kinds(plan: Plan) -> dict[str, str]:

@@ -14,6 +14,7 @@ from flint_jax.errors import CheckpointError, ConfigError
 from loaders import config as configs
 from loaders import gguf, hub, name_map, orbax, safetensors
 from loaders.assemble import LoadReport, Tree, assemble
+from loaders.assemble import shapes as assemble_shapes
 from loaders.raw import RawTensor
 
 if TYPE_CHECKING:
@@ -139,6 +140,16 @@ def load_weights(
         )
     tree, ckpt.report = assemble(ckpt.plan, dtype=dtype, router_dtype=router_dtype, progress=progress)
     return tree
+
+
+def weight_shapes(ckpt: Checkpoint, *, dtype: str = "bfloat16", router_dtype: str | None = None) -> Tree | None:
+    """The tree that ``load_weights`` will give, with shapes for arrays; None for Orbax, which says it only on reading.
+
+    With it, programs are compiled and memory is planned before a byte of weights is read.
+    """
+    if isinstance(ckpt.plan, orbax.OrbaxPlan):
+        return None
+    return assemble_shapes(ckpt.plan, dtype=dtype, router_dtype=router_dtype)
 
 
 def _open_orbax(

@@ -5,12 +5,15 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from flint_jax.chat import ChatTemplate
 from flint_jax.errors import ConfigError, FlintError
+from flint_jax.phases import Phases
 from flint_jax.server.flags import ModelSettings, main_parse
 from flint_jax.server.run import StartError, address, bind, one_line, serve
 from flint_jax.server.settings import ServerSettings
@@ -70,6 +73,8 @@ def check_path(model: ModelSettings) -> None:
 
 def load(settings: ModelSettings, progress: Callable[[str], None]) -> ServedModel:
     """Load, compile and start the engine. Raises FlintError or StartError with a message for the user."""
+    phases = Phases()
+    phases.done("start of Python and the server")
     progress("importing jax")
     from flint_jax import compilations, compile_cache, memory
     from flint_jax import lm as loading
@@ -82,8 +87,9 @@ def load(settings: ModelSettings, progress: Callable[[str], None]) -> ServedMode
     except ConfigError as e:
         raise StartError(f"--override-generation-config: {e.__cause__}") from None
     memory.prepare_process()
-    progress("loading weights")
-    lm = loading.load(
+    phases.done("imports")
+    progress("reading the checkpoint's headers")
+    opened = loading.open_model(
         settings.model,
         dtype="bfloat16" if settings.dtype == "auto" else settings.dtype,
         numerics=settings.numerics,
@@ -91,11 +97,34 @@ def load(settings: ModelSettings, progress: Callable[[str], None]) -> ServedMode
         config=settings.config,
         tokenizer=settings.tokenizer,
     )
-    if lm.tokenizer is None:
+    if opened.checkpoint.tokenizer is None:
         raise StartError(
             f"{settings.model} has no tokenizer; give a folder that has one with --tokenizer, or --tokenizer bytes for "
             "one token a byte"
         )
+    phases.done("headers, tokenizer and GPU")
+    sizes = {
+        "max_model_len": settings.max_model_len,
+        "max_num_seqs": settings.max_num_seqs,
+        "max_num_batched_tokens": settings.max_num_batched_tokens,
+        "gpu_memory_utilization": settings.gpu_memory_utilization,
+        "enable_prefix_caching": settings.enable_prefix_caching,
+        "prefix_snapshots": settings.prefix_snapshots,
+        "seed": settings.seed,
+    }
+    sketch = opened.sketch()
+    build = None
+    if sketch is not None:  # what cannot fit is refused here, before a weight is read
+        build = _Build(sketch.plan_engine(**sizes), progress)
+        phases.done("memory plan")
+    progress("loading weights")
+    try:
+        lm, detail = _load_weights(opened)
+    except BaseException:
+        if build is not None:
+            build.abandon()
+        raise
+    phases.done("weights", detail)
     source = settings.chat_template or lm.chat_template
     template = ChatTemplate.from_tokenizer(lm.tokenizer, source) if source else None
     generation = dict(lm.generation) if settings.use_generation_config else _NEUTRAL
@@ -103,21 +132,17 @@ def load(settings: ModelSettings, progress: Callable[[str], None]) -> ServedMode
     resolve(_silent(SamplingParams), generation)  # a bad generation config is refused now
     progress("preparing grammars")
     constrain = _constrain(lm)
-    progress("sizing the KV cache")
-    bar = _CompileBar(progress)
-    engine = lm.make_engine(
-        max_model_len=settings.max_model_len,
-        max_num_seqs=settings.max_num_seqs,
-        max_num_batched_tokens=settings.max_num_batched_tokens,
-        gpu_memory_utilization=settings.gpu_memory_utilization,
-        enable_prefix_caching=settings.enable_prefix_caching,
-        prefix_snapshots=settings.prefix_snapshots,
-        seed=settings.seed,
-        progress=bar,
-    )
-    bar.close()
+    phases.done("grammars")
+    if build is None:
+        build = _Build(lm.plan_engine(**sizes), progress)
+    planned = build.result()
+    phases.done("waiting for programs", _told(planned.seconds))
+    progress("first steps")
+    engine = planned.finish(lm.model)
+    phases.done("KV cache and warm-up")
     engine.start()
     counted.mark_ready()
+    logging.getLogger("flint_jax.server").info("%s", phases)
     return ServedModel(
         names=settings.served_names or (lm.name,),
         engine=engine,
@@ -142,6 +167,59 @@ def _constrain(lm: Any) -> Callable[[Any], Any] | None:
     except (ImportError, FlintError) as e:
         logging.getLogger("flint_jax.server").warning("no structured output and no forced tool calls: %s", e)
         return None
+
+
+def _load_weights(opened: Any) -> tuple[Any, str]:
+    """The loaded model, and for the log how long reading and laying out took."""
+    times = [time.monotonic()]
+    lm = opened.load(on_read=lambda: times.append(time.monotonic()))
+    times.append(time.monotonic())
+    return lm, f"reading {times[1] - times[0]:.1f} s, laying out {times[2] - times[1]:.1f} s"
+
+
+def _told(seconds: dict[str, float]) -> str:
+    return (
+        f"all {seconds['wall']:.1f} s after their beginning, beside the weights; summed over programs lowering "
+        f"{seconds['lower']:.1f} s, compiling {seconds['compile']:.1f} s"
+    )
+
+
+class _Abandoned(Exception):
+    """Nobody waits for the programs any more."""
+
+
+class _Build:
+    """Compiles the programs of a planned engine on a thread of its own."""
+
+    def __init__(self, planned: Any, progress: Callable[[str], None]):
+        self._planned, self._bar = planned, _CompileBar(progress)
+        self._abandoned = False
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="compile", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._planned.build(self._step)
+        except BaseException as error:
+            self._error = error
+
+    def _step(self, name: str, done: int, total: int) -> None:
+        if self._abandoned:
+            raise _Abandoned
+        self._bar(name, done, total)
+
+    def abandon(self) -> None:
+        """Start no further program; those that compile already are not interrupted."""
+        self._abandoned = True
+
+    def result(self) -> Any:
+        """The planned engine, compiled. Raises what building raised."""
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        self._bar.close()
+        return self._planned
 
 
 class _CompileBar:

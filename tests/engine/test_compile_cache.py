@@ -4,6 +4,7 @@ import jax
 import pytest
 
 from flint_jax import compile_cache
+from tests.compiled import printed
 
 
 @pytest.fixture(autouse=True)
@@ -73,3 +74,38 @@ def test_utilization_is_a_share_of_the_whole_gpu(monkeypatch):
     monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "0.92")
     assert memory._free_bytes(0.46, on_host=False) == 36_000
     assert memory._free_bytes(0.99, on_host=False) == 82_000
+
+
+CHILD = """
+import jax, jax.monitoring
+from flint_jax import compile_cache
+from flint_jax.model import Flint
+from flint_jax.numerics import Numerics
+from flint_jax.random_weights import random_weights
+from flint_jax.step import Sizes, Steps
+from loaders.synthetic import preset, spread
+
+compile_cache.enable()
+counts = {"hits": 0, "misses": 0}
+
+def listen(event, **facts):
+    what = event.rpartition("/")[2].removeprefix("cache_")
+    if what in counts:
+        counts[what] += 1
+
+jax.monitoring.register_event_listener(listen)
+config, numerics = preset("tiny", 2), Numerics("serving", "bfloat16")
+weights = jax.eval_shape(lambda: random_weights(config, numerics, weight_format="bf16", spread=spread))
+steps = Steps(Flint(config, weights, numerics), Sizes(1, 8, 64, (1,), (16,), 1), allocate=False)
+before = dict(counts)
+steps.build()
+print(len(steps.programs), counts["hits"] - before["hits"], counts["misses"] - before["misses"])
+"""
+
+
+def test_a_second_start_compiles_none_of_the_steps(tmp_path, monkeypatch):
+    monkeypatch.setenv(compile_cache.VARIABLE, str(tmp_path))
+    programs, hits, misses = map(int, printed(CHILD).split())
+    assert programs >= 11
+    assert (hits, misses) == (0, programs)
+    assert printed(CHILD).split() == [str(programs), str(programs), "0"]

@@ -1,0 +1,61 @@
+"""An engine in the order in which it can start: plan its memory, compile, take the weights, allocate, run once."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import jax
+
+from flint_jax import fit, memory
+from flint_jax.engine import Engine
+from flint_jax.errors import ConfigError
+from flint_jax.model import Flint
+from flint_jax.step import Steps
+
+
+class PlannedEngine:
+    """An engine that holds nothing on the device yet.
+
+    model: its weights may be shapes. pending: bytes of each array of its weights that is not loaded. Everything else as
+    in ``memory.plan``. Raises ConfigError when the weights do not fit, or the plan has no room for the KV cache.
+    """
+
+    def __init__(self, model: Flint, *, eos_ids: Sequence[int], seed: int, pending: Sequence[int] = (), **sizes):
+        limit = memory.process_limit()
+        if pending and limit is not None:
+            memory.check_weights(sum(pending), max(pending), limit)
+        self._eos_ids, self._seed, self._budget = eos_ids, seed, sizes["max_num_batched_tokens"]
+        self.plan = memory.plan(model.config, model.numerics, pending=sum(pending), **sizes)
+        self.steps = Steps(model, self.plan.sizes, allocate=False)
+        self.seconds: dict[str, float] = {}
+
+    def build(self, progress: fit.Progress | None = None) -> None:
+        """Compile all programs; the pool gets smaller where they need more than was planned."""
+        self.plan, self.seconds = fit.build(self.steps, self.plan, progress)
+
+    def finish(self, model: Flint) -> Engine:
+        """The engine over the loaded ``model``. Raises ConfigError when the device has less memory than it said."""
+        begin = time.monotonic()
+        self.steps.use(model)
+        self.steps.allocate()
+        if self.seconds:
+            _warm_up(self.steps, self.plan)
+        engine = Engine(self.steps, eos_ids=self._eos_ids, seed=self._seed, budget=self._budget)
+        engine.memory = self.plan
+        if self.seconds:
+            engine.compile_seconds = self.seconds["wall"] + time.monotonic() - begin
+        return engine
+
+
+def _warm_up(steps: Steps, plan: memory.MemoryPlan) -> None:
+    """Run every large program once. Raises ConfigError where the device has less memory than it said."""
+    try:
+        steps.warm_up()
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise ConfigError(
+            f"the GPU ran out of memory in the first step ({str(error).splitlines()[0]:.200}): the plan was\n"
+            f"{plan.table()}\nIs another process using the GPU? Otherwise lower --gpu-memory-utilization."
+        ) from error
