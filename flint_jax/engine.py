@@ -19,7 +19,7 @@ from flint_jax.cache import PAGE, ring_size
 from flint_jax.errors import FlintError, RequestError
 from flint_jax.jobs import Event, Job, Result, token_limit
 from flint_jax.logprobs import PromptLogprobs, TokenLogprob, token_logprob
-from flint_jax.plan import Admit, Chunk, CopyPage, Op, Plan, Request, Restore, Save
+from flint_jax.plan import Admit, CopyPage, Op, Piece, Plan, Prefill, Request, Restore, Save
 from flint_jax.sampling_params import SamplingParams
 from flint_jax.scheduler import Scheduler
 from flint_jax.step import Steps
@@ -32,9 +32,9 @@ log = logging.getLogger("flint_jax.engine")
 class Engine:
     """Continuous batching over ``steps``.
 
-    eos_ids: the model's end tokens. seed: where seeds of requests that name none come from. budget: most prefill
-    tokens between two decode steps (``--max-num-batched-tokens``), default one chunk. prefix_caching: use the snapshots
-    that ``steps`` has.
+    eos_ids: the model's end tokens. seed: where seeds of requests that name none come from. budget: most tokens of one
+    prefill step (``--max-num-batched-tokens``), default and at most what ``steps`` has compiled. prefix_caching: use
+    the snapshots that ``steps`` has.
     """
 
     def __init__(
@@ -60,6 +60,7 @@ class Engine:
             snapshots=steps.sizes.snapshots if prefix_caching else 0,
             window=window,
             ring=ring_size(window),
+            rows=steps.sizes.rows_per_prefill,
         )
         self._tables = np.zeros(steps.tables.shape, np.int32)
         self._jobs: dict[str, Job] = {}
@@ -187,7 +188,10 @@ class Engine:
     # -- the loop --------------------------------------------------------------------------------------------------
 
     def step(self) -> bool:
-        """One iteration; whether anything is left to do."""
+        """One iteration; whether anything is left to do.
+
+        Of the steps it dispatches, all but the last have ended when it returns, and so has every step before them.
+        """
         self._take_inbox()
         plan = self.scheduler.plan()
         dispatched = self._dispatch(plan)
@@ -247,8 +251,8 @@ class Engine:
         match op:
             case Admit(request):
                 self._admit(request)
-            case Chunk(request):
-                self._prefill(op)
+            case Prefill(pieces):
+                self._prefill(pieces)
             case Restore(index, slot):
                 self.steps.restore(index, slot)
             case CopyPage(source, target):
@@ -272,21 +276,24 @@ class Engine:
         )
         self.steps.admit(request.slot, row, request.limit - 1)
 
-    def _prefill(self, chunk: Chunk) -> None:
-        request = chunk.request
-        tokens = request.slice(chunk.start, chunk.start + chunk.count)
-        token, logits = self.steps.prefill(tokens, request.slot, chunk.start, chunk.final)
-        job = self._jobs[request.id]
-        if job.prompt_scores is not None and not job.prompt_scores.told:
-            following = job.prompt_scores.following(chunk.start, chunk.count)
-            if following:
-                job.prompt_scores.take(chunk.start, self.steps.score_prompt(following))
-        if chunk.final:
-            self._expect([job], token, logits, self._held([job]))
+    def _prefill(self, pieces: Sequence[Piece]) -> None:
+        tokens, logits = self.steps.prefill(
+            [(p.request.slice(p.start, p.start + p.count), p.request.slot, p.start, p.final) for p in pieces]
+        )
+        for row, piece in enumerate(pieces):
+            scores = self._jobs[piece.request.id].prompt_scores
+            if scores is not None and not scores.told:
+                following = scores.following(piece.start, piece.count)
+                if following:
+                    scores.take(piece.start, self.steps.score_prompt(row, following))
+        # Those that are final come first, so the rows of the jobs are the first of the step. Without any there is
+        # still something to wait for: no step is dispatched before the last but one has ended.
+        jobs = [self._jobs[p.request.id] for p in pieces if p.final]
+        self._expect(jobs, tokens, logits, self._held(jobs))
 
     def _held(self, jobs: Sequence[Job]) -> set[str]:
         """Ids of those whose constraint may have a say in the token of a step that is dispatched now."""
-        unread = len(self._inflight)  # at most so many tokens of a row are on their way
+        unread = sum(1 for result in self._inflight if result.rows)  # at most so many tokens of a row are on their way
         return {job.request.id for job in jobs if job.tracker is not None and job.tracker.free <= unread}
 
     def _expect(self, jobs: Sequence[Job], tokens, logits, held: set[str]) -> None:

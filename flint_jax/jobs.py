@@ -60,7 +60,7 @@ class Job:
 
 @dataclasses.dataclass
 class Result:
-    """Tokens a dispatched step will yield: one row per (job, admission epoch)."""
+    """Tokens a dispatched step will yield: one row per (job, admission epoch), then rows that mean nothing."""
 
     rows: list[tuple[Job, int]]
     tokens: object

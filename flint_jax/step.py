@@ -72,7 +72,8 @@ class State:
 class Sizes:
     """What is compiled ahead: batch sizes of decode, chunk lengths of prefill, both ascending.
 
-    snapshots: rings that the prefix cache can keep; 0 means that there is no prefix cache.
+    snapshots: rings that the prefix cache can keep; 0 means that there is no prefix cache. rows_per_prefill: most
+    pieces of one prefill step.
     """
 
     slots: int
@@ -81,6 +82,7 @@ class Sizes:
     batches: tuple[int, ...]
     chunks: tuple[int, ...]
     snapshots: int = 0
+    rows_per_prefill: int = 8
 
     def batch(self, rows: int) -> int:
         """Smallest compiled batch for ``rows`` rows."""
@@ -137,6 +139,11 @@ def _decode(weights, state: State, scratch, tables, slots, *, merge, fast=False)
         state = _commit(state, rows, slots, sampling.sample(logits, rows, start + 1), start + 1, live)
     state = dataclasses.replace(state, cache=cache, exchange=exchange)
     return state, logits.reshape(scratch.shape)
+
+
+def _stack(tokens, logits):
+    """The tokens and logits of several pieces in one array each."""
+    return jnp.concatenate(tokens), jnp.concatenate(logits)
 
 
 def _score(weights, hidden, targets, *, merge):
@@ -212,7 +219,8 @@ class Steps:
             for fast in ((False, True) if self.kernels else (False,))
         }
         self._score = jax.jit(_bind(_score, merge))
-        self._hidden: Array | None = None  # of the chunk prefilled last
+        self._stack = jax.jit(_stack)
+        self._hidden: list[Array] = []  # of the pieces prefilled last
         self._logprobs = jax.jit(functools.partial(sampling.logprobs, k=sampling_params.MAX_LOGPROBS))
         self._compiled: dict[tuple, Callable] = {}
 
@@ -233,7 +241,7 @@ class Steps:
         begin = time.monotonic()
         row = sampling.slot_row(sampling_params.SamplingParams(temperature=0.0), (0,), self.config.vocab_size, (), 0)
         slot = jax.ShapeDtypeStruct((), jnp.int32)
-        both = {1, *self.sizes.batches}  # of decode, and the one row of a final chunk
+        both = {self.sizes.rows_per_prefill, *self.sizes.batches}  # rows of prefill's results, and of decode's
         lower = {
             **{("prefill", c): functools.partial(self.lower_prefill, c) for c in self.sizes.chunks},
             **{("decode", b): functools.partial(self.lower_decode, b) for b in self.sizes.batches},
@@ -242,6 +250,7 @@ class Steps:
             **{("logprobs", b): functools.partial(self._lower_logprobs, b) for b in both},
             **{("redraw", b): functools.partial(self._lower_redraw, b, False) for b in both},
             **{("refast", b): functools.partial(self._lower_redraw, b, True) for b in both if self.kernels},
+            ("stack", 0): self._lower_stack,
             **{("score", c): functools.partial(self._lower_score, c) for c in self.sizes.chunks},
             ("admit", 0): lambda: self._admit.lower(self.state, slot, row, slot),
             ("release", 0): lambda: self._release.lower(self.state, slot),
@@ -273,7 +282,7 @@ class Steps:
             for fast in (False, True) if self.kernels else (False,):
                 self._decode_rows(self._padded_rows((), size), size, fast)
         for chunk in self.sizes.chunks:
-            self._prefill_padded(np.zeros(chunk, np.int32), 0, slot=0, start=0, final=False)
+            self._prefill_piece(np.zeros(chunk, np.int32), 0, slot=0, start=0, final=False)
         jax.block_until_ready(self.state)
 
     def _lower_peek(self, batch: int) -> jax.stages.Lowered:
@@ -290,6 +299,14 @@ class Steps:
             jax.ShapeDtypeStruct((batch,), jnp.int32),
             jax.ShapeDtypeStruct((batch, redraw.words(self.config.vocab_size)), jnp.int32),
         )
+
+    def _lower_stack(self) -> jax.stages.Lowered:
+        rows = self.sizes.rows_per_prefill
+        token, logits = (
+            jax.ShapeDtypeStruct((1,), jnp.int32),
+            jax.ShapeDtypeStruct((1, self.config.vocab_size), jnp.float32),
+        )
+        return self._stack.lower((token,) * rows, (logits,) * rows)
 
     def _lower_score(self, chunk: int) -> jax.stages.Lowered:
         hidden = jax.ShapeDtypeStruct((chunk, self.config.hidden_size), self.model.numerics.dtype)
@@ -336,18 +353,33 @@ class Steps:
         self.state = dataclasses.replace(self.state, cache=dataclasses.replace(cache, k_pages=k, v_pages=v))
 
     def prefill(
-        self, tokens: Sequence[int], slot: int, start: int, final: bool
-    ) -> tuple[Int[Array, " 1"], Float[Array, "1 V"]]:
-        """Append a chunk to a slot; (drawn token, its logits), meaningful when final."""
-        padded = np.zeros(self.sizes.chunk(len(tokens)), np.int32)
-        padded[: len(tokens)] = tokens
-        return self._prefill_padded(padded, len(tokens), slot=slot, start=start, final=final)
+        self, pieces: Sequence[tuple[Sequence[int], int, int, bool]]
+    ) -> tuple[Int[Array, " R"], Float[Array, "R V"]]:
+        """One prefill step: append pieces (tokens, slot, start, final) to their slots, which are distinct.
 
-    def _prefill_padded(self, padded: np.ndarray, count: int, *, slot: int, start: int, final: bool):
+        (drawn tokens, their logits), a row a piece in the order given, padded to ``rows_per_prefill``; a row means
+        something where its piece is final. Raises ValueError for no pieces, and for more than there are rows.
+        """
+        rows = self.sizes.rows_per_prefill
+        if not 0 < len(pieces) <= rows:
+            raise ValueError(f"{len(pieces)} pieces in a prefill step: need 1 to {rows} (Sizes.rows_per_prefill)")
+        tokens, logits, self._hidden = [], [], []
+        for ids, slot, start, final in pieces:
+            padded = np.zeros(self.sizes.chunk(len(ids)), np.int32)
+            padded[: len(ids)] = ids
+            token, row, hidden = self._prefill_piece(padded, len(ids), slot=slot, start=start, final=final)
+            tokens.append(token)
+            logits.append(row)
+            self._hidden.append(hidden)
+        filled = (rows - len(pieces)) * [0]
+        run = self._compiled.get(("stack", 0), self._stack)
+        return run(*(tuple([*each, *(each[i] for i in filled)]) for each in (tokens, logits)))
+
+    def _prefill_piece(self, padded: np.ndarray, count: int, *, slot: int, start: int, final: bool):
         run = self._compiled.get(("prefill", len(padded)), self._prefill)
         where = np.int32(slot), np.int32(start), np.int32(count), np.bool_(final)
-        self.state, token, logits, self._hidden = run(self.weights, self.state, self.tables, padded, *where)
-        return token, logits
+        self.state, token, logits, hidden = run(self.weights, self.state, self.tables, padded, *where)
+        return token, logits, hidden
 
     def decode(
         self, slots: Sequence[int], fast: bool = False, peek: bool = True
@@ -381,7 +413,7 @@ class Steps:
     ) -> Int[Array, " B"]:
         """Replace the tokens that the last step drew for some of its slots; the tokens of all of them.
 
-        slots, logits: of that step, a decode or a final chunk. masks: int32 [B, words], the tokens that may be drawn
+        slots, logits: of that step, a decode or final pieces. masks: int32 [B, words], the tokens that may be drawn
         (B is the padded batch); a token that is not among them is drawn again. fast: as in ``decode``, for the rows
         that have a mask.
         """
@@ -398,10 +430,10 @@ class Steps:
         sampled = self.state.sampling
         return sampled.out_count, self.state.progress, dataclasses.replace(sampled, out_count=None)
 
-    def score_prompt(self, following: Sequence[int]) -> tuple[Array, Array, Array, Array]:
-        """Log-probabilities of the tokens that follow each position of the chunk prefilled last, as ``logprobs`` has
-        them; arrays of the padded chunk's length."""
-        hidden = self._hidden
+    def score_prompt(self, row: int, following: Sequence[int]) -> tuple[Array, Array, Array, Array]:
+        """Log-probabilities of the tokens that follow each position of a piece of the prefill step before, as
+        ``logprobs`` has them; row: which of its pieces. Arrays at least as long as ``following``."""
+        hidden = self._hidden[row]
         targets = np.zeros(hidden.shape[0], np.int32)
         targets[: len(following)] = following
         run = self._compiled.get(("score", hidden.shape[0]), self._score)
