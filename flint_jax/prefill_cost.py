@@ -7,7 +7,9 @@ from collections.abc import Iterable
 
 from flint_jax.plan import Request
 
-SLOWEST = 0.2  # least weight of a new measurement; the first ones count for more
+# Weights of a measurement that was slower than thought, and of a quicker one: a stream that waits is the worse mistake.
+SLOWER, QUICKER = 0.5, 0.2
+HICCUP = 10  # times as slow as thought is the most that is believed
 
 
 @dataclasses.dataclass
@@ -37,11 +39,11 @@ class PrefillCost:
         """Take a measured step into account."""
         ratio = max(measured_ms / self._prior(tuple(pieces)), 1e-3)
         self.measured += 1
-        weight = max(1 / self.measured, SLOWEST)
-        # A hiccup of the host is no news of the device: at most twice as slow as thought, but for the first.
-        if self.measured > 1:
-            ratio = min(ratio, 2 * self.factor)
-        self.factor += weight * (ratio - self.factor)
+        if self.measured == 1:
+            self.factor = ratio
+            return
+        ratio = min(ratio, HICCUP * self.factor)
+        self.factor += (SLOWER if ratio > self.factor else QUICKER) * (ratio - self.factor)
 
     def _prior(self, pieces: tuple[tuple[int, int], ...]) -> float:
         fixed = self.fixed_ms * (1 if self.packed else len(pieces))

@@ -181,7 +181,10 @@ class Steps:
     """The compiled steps of one model, and the device state they pass along.
 
     ``compile()`` builds every bucket; after it nothing compiles. Results are device arrays: reading them waits.
+    packed: whether all pieces of a prefill step run in one program, or each in its own.
     """
+
+    packed = False
 
     def __init__(self, model: Flint, sizes: Sizes):
         self.model, self.sizes = model, sizes

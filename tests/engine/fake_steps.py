@@ -55,6 +55,8 @@ class _Slot:
 class FakeSteps:
     """The interface of flint_jax.step.Steps. log: what was called, in order. poison: slots whose next draw is NaN."""
 
+    packed = True
+
     def __init__(self, sizes: Sizes, *, window: int = 33, page: int = PAGE, ring: int | None = None):
         self.sizes, self.window, self.page = sizes, window, page
         self.ring = ring or ring_size(window)

@@ -326,6 +326,32 @@ def test_log_probabilities_of_prompts_that_share_steps():
         assert following[: len(tokens) - 1] == tuple(tokens[1:])
 
 
+def test_how_far_a_prompt_is():
+    engine = make()
+    run(engine, submit(engine, range(100), GREEDY.replace(max_tokens=1)))
+    prompt = [*range(100), *(i % 300 for i in range(300))]
+    asked, silent = submit(engine, prompt, report_progress=True), submit(engine, range(50, 90))
+    seen = set()
+    while engine.step():
+        seen |= {(name, p.processed) for name, p in engine.progress().items()}
+        stats = engine.stats()
+        assert stats["computed_prompt_tokens"] <= stats["prefilled_tokens"]
+    steps = [e.progress for e in asked if e.progress is not None]
+    assert {(p.total, p.cached) for p in steps} == {(400, 100)}
+    assert [p.processed for p in steps] == sorted({p.processed for p in steps})
+    assert steps[-1].processed == 400
+    assert len(steps) >= 5
+    assert all(p.seconds >= 0 for p in steps)
+    assert all(not e.token_ids for e in asked if e.progress is not None)
+    assert all(e.progress is None for e in silent)
+    assert (asked.id, 100) in seen
+    assert len({n for name, n in seen if name == asked.id}) >= 4
+    assert engine.progress() == {}
+    stats = engine.stats()
+    assert stats["computed_prompt_tokens"] == stats["prefilled_tokens"] == 100 + 300 + 40
+    assert asked.tokens == reply(prompt, 8, WINDOW)
+
+
 def test_an_aborted_slot_stands_still():
     engine = make()
     sink = submit(engine, [1, 2, 3], GREEDY.replace(max_tokens=50))
