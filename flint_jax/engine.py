@@ -17,9 +17,10 @@ import numpy as np
 from flint_jax import masks, sampling, sampling_params
 from flint_jax.cache import PAGE, ring_size
 from flint_jax.errors import FlintError, RequestError
-from flint_jax.jobs import Event, Job, Result, token_limit
+from flint_jax.jobs import Event, Job, Progress, Result, token_limit
 from flint_jax.logprobs import PromptLogprobs, TokenLogprob, token_logprob
-from flint_jax.plan import Admit, Chunk, CopyPage, Op, Plan, Request, Restore, Save
+from flint_jax.plan import Admit, CopyPage, Op, Piece, Plan, Prefill, Request, Restore, Save
+from flint_jax.prefill_cost import PrefillCost
 from flint_jax.sampling_params import SamplingParams
 from flint_jax.scheduler import Scheduler
 from flint_jax.step import Steps
@@ -32,9 +33,10 @@ log = logging.getLogger("flint_jax.engine")
 class Engine:
     """Continuous batching over ``steps``.
 
-    eos_ids: the model's end tokens. seed: where seeds of requests that name none come from. budget: most prefill
-    tokens between two decode steps (``--max-num-batched-tokens``), default one chunk. prefix_caching: use the snapshots
-    that ``steps`` has.
+    eos_ids: the model's end tokens. seed: where seeds of requests that name none come from. budget: most tokens of one
+    prefill step (``--max-num-batched-tokens``), default and at most what ``steps`` has compiled. max_prefill_ms: what
+    one may take while something decodes (``--max-prefill-ms``), by what was measured; None for any time.
+    prefix_caching: use the snapshots that ``steps`` has.
     """
 
     def __init__(
@@ -44,6 +46,7 @@ class Engine:
         eos_ids: Sequence[int] = (),
         seed: int = 0,
         budget: int | None = None,
+        max_prefill_ms: float | None = None,
         prefix_caching: bool = True,
     ):
         self.steps, self.config = steps, steps.config
@@ -60,7 +63,14 @@ class Engine:
             snapshots=steps.sizes.snapshots if prefix_caching else 0,
             window=window,
             ring=ring_size(window),
+            rows=steps.sizes.rows_per_prefill,
+            max_ms=max_prefill_ms,
+            cost=PrefillCost(packed=steps.packed),
+            tile=steps.tile,
         )
+        self._clock = time.monotonic
+        self._max_prefill_ms, self._decode_ms = max_prefill_ms, 0.0
+        self._read_at = 0.0  # when the results of the last step were there
         self._tables = np.zeros(steps.tables.shape, np.int32)
         self._jobs: dict[str, Job] = {}
         self._inbox: collections.deque[tuple[str, object]] = collections.deque()
@@ -73,7 +83,7 @@ class Engine:
         self._thread: threading.Thread | None = None
         self._stopping = False
         self.ready = False
-        self.generated_tokens = self.prompt_tokens = 0
+        self.generated_tokens = self.prompt_tokens = self.computed_tokens = 0
 
     # -- for callers, any thread -----------------------------------------------------------------------------------
 
@@ -89,6 +99,7 @@ class Engine:
         constraint: masks.Constraint | None = None,
         prompt_logprobs: int | None = None,
         generate: bool = True,
+        report_progress: bool = False,
     ) -> str:
         """Queue a request (``params`` resolved, n ignored); returns its id. ``on_event`` runs on the engine's thread.
 
@@ -98,6 +109,7 @@ class Engine:
         settings: logit_bias cannot bring back a token, and if it ``ends`` min_tokens and ignore_eos have no effect.
         prompt_logprobs: alternatives to report for each token of the prompt, 0 to 20; nothing cached is used then.
         generate: False ends with the prompt, which may then fill the whole context: no token is drawn.
+        report_progress: have events tell how far a prompt of several steps is (``Event.progress``).
 
         Raises RequestError when the prompt is empty, too long or outside the vocabulary, or params do not fit the
         model; RuntimeError when the engine has failed or stopped.
@@ -126,7 +138,7 @@ class Engine:
             scores = None if prompt_logprobs is None else PromptLogprobs(prompt, prompt_logprobs)
             request = Request(name, prompt, limit, cache_salt or "", reuse_prefix and scores is None)
             tracker = None if constraint is None else constraint.begin()
-            job = Job(request, params, stops, seed, on_event, tracker, scores, generate)
+            job = Job(request, params, stops, seed, on_event, tracker, scores, generate, wants_progress=report_progress)
             self._jobs[name] = job
             self._inbox.append(("submit", job))
             self._wake.notify()
@@ -178,16 +190,29 @@ class Engine:
             "prefix_hits": s.hits,
             "cached_tokens": s.hits,
             "prefilled_tokens": s.prefilled,
+            "computed_prompt_tokens": self.computed_tokens,  # prefilled and known to have ended
+            "prefilling": len(self.progress()),
             "slots": s.slots,
             "preemptions": s.preemptions,
             "generated_tokens": self.generated_tokens,
             "prompt_tokens": self.prompt_tokens,
         }
 
+    def progress(self) -> dict[str, Progress]:
+        """How far the prompts are that are being read now, by request id, oldest first. Any thread."""
+        now = self._clock()
+        jobs = [self._jobs.get(r.id) for r in tuple(self.scheduler.running)]
+        return {
+            job.request.id: job.progress(now) for job in jobs if job is not None and job.processed < job.request.target
+        }
+
     # -- the loop --------------------------------------------------------------------------------------------------
 
     def step(self) -> bool:
-        """One iteration; whether anything is left to do."""
+        """One iteration; whether anything is left to do.
+
+        Of the steps it dispatches, all but the last have ended when it returns, and so has every step before them.
+        """
         self._take_inbox()
         plan = self.scheduler.plan()
         dispatched = self._dispatch(plan)
@@ -247,8 +272,8 @@ class Engine:
         match op:
             case Admit(request):
                 self._admit(request)
-            case Chunk(request):
-                self._prefill(op)
+            case Prefill(pieces):
+                self._prefill(pieces)
             case Restore(index, slot):
                 self.steps.restore(index, slot)
             case CopyPage(source, target):
@@ -262,6 +287,7 @@ class Engine:
             job.admitted_at = time.monotonic()
         if job.prompt_scores is not None:
             job.prompt_scores.begin()
+        job.processed = request.taken
         row = sampling.slot_row(
             job.params.replace(seed=job.seed),
             request.prompt,
@@ -272,25 +298,32 @@ class Engine:
         )
         self.steps.admit(request.slot, row, request.limit - 1)
 
-    def _prefill(self, chunk: Chunk) -> None:
-        request = chunk.request
-        tokens = request.slice(chunk.start, chunk.start + chunk.count)
-        token, logits = self.steps.prefill(tokens, request.slot, chunk.start, chunk.final)
-        job = self._jobs[request.id]
-        if job.prompt_scores is not None and not job.prompt_scores.told:
-            following = job.prompt_scores.following(chunk.start, chunk.count)
-            if following:
-                job.prompt_scores.take(chunk.start, self.steps.score_prompt(following))
-        if chunk.final:
-            self._expect([job], token, logits, self._held([job]))
+    def _prefill(self, pieces: Sequence[Piece]) -> None:
+        tokens, logits = self.steps.prefill(
+            [(p.request.slice(p.start, p.start + p.count), p.request.slot, p.start, p.final) for p in pieces]
+        )
+        for row, piece in enumerate(pieces):
+            scores = self._jobs[piece.request.id].prompt_scores
+            if scores is not None and not scores.told:
+                following = scores.following(piece.start, piece.count)
+                if following:
+                    scores.take(piece.start, *self.steps.score_prompt(row, following))
+        # Those that are final come first, so the rows of the jobs are the first of the step. Without any there is
+        # still something to wait for: no step is dispatched before the last but one has ended.
+        jobs = [self._jobs[p.request.id] for p in pieces if p.final]
+        held = self._held(jobs)
+        told = tuple((self._jobs[p.request.id], p.request.epoch, p.start, p.count) for p in pieces)
+        self._expect(jobs, tokens, logits, held, told)
 
     def _held(self, jobs: Sequence[Job]) -> set[str]:
         """Ids of those whose constraint may have a say in the token of a step that is dispatched now."""
-        unread = len(self._inflight)  # at most so many tokens of a row are on their way
+        unread = sum(1 for result in self._inflight if result.rows)  # at most so many tokens of a row are on their way
         return {job.request.id for job in jobs if job.tracker is not None and job.tracker.free <= unread}
 
-    def _expect(self, jobs: Sequence[Job], tokens, logits, held: set[str]) -> None:
-        """Results to come of a step; held: see ``_held``, their tokens are subject to masks (tokens may be None)."""
+    def _expect(self, jobs: Sequence[Job], tokens, logits, held: set[str], pieces: tuple = ()) -> None:
+        """Results to come of a step; held: see ``_held``, their tokens are subject to masks (tokens may be None).
+        pieces: see ``Result``."""
+        dispatched = self._clock()
         rows = [(job, job.request.epoch) for job in jobs]
         if held:
             tokens = self._redraw(rows, held, tokens, logits)
@@ -299,7 +332,7 @@ class Engine:
             details = self.steps.logprobs(logits, tokens)
         for array in (tokens, *(details or ())):
             array.copy_to_host_async()
-        self._inflight.append(Result(rows, tokens, details))
+        self._inflight.append(Result(rows, tokens, details, pieces, dispatched))
 
     def _redraw(self, rows: Sequence[tuple[Job, int]], held: set[str], tokens, logits):
         """While the device works on the step, learn the tokens before it and make the masks that follow from them.
@@ -332,11 +365,38 @@ class Engine:
             self.steps.set_table(request.slot, row.copy())
 
     def _read(self, result: Result) -> None:
+        begin = self._clock()
         tokens = np.asarray(result.tokens)
+        self._measure(result, begin, self._clock())
         details = None if result.details is None else tuple(np.asarray(d) for d in result.details)
         for i, (job, epoch) in enumerate(result.rows):
             if self._waits(job, epoch):  # else it ended, or was preempted, after this step was dispatched
                 self._deliver(job, int(tokens[i]), details, i)
+
+    def _measure(self, result: Result, begin: float, end: float) -> None:
+        """Learn from a prefill step what the next will take, and tell how far its prompts are.
+
+        begin, end: the time before and after its results were waited for.
+        """
+        took = end - max(self._read_at, result.dispatched_at)
+        self._read_at = end
+        if not result.pieces:
+            self._decode_ms += 0.2 * (1e3 * took - self._decode_ms)
+            if self._max_prefill_ms is not None:
+                # Where a decode step takes longer than that, as on a CPU, a prompt gets half of the time.
+                self.scheduler.max_ms = max(self._max_prefill_ms, self._decode_ms)
+            return
+        cost, pieces = self.scheduler.cost, [(start, count) for _, _, start, count in result.pieces]
+        milliseconds = 1e3 * took
+        # Results that were there already may have been so for a while: then the step took less than it seems.
+        if end - begin > 0.1 * took or milliseconds < cost.ms(pieces):
+            cost.learn(pieces, milliseconds)
+        for job, epoch, start, count in result.pieces:
+            self.computed_tokens += count
+            if self._waits(job, epoch):
+                job.processed = start + count
+                if job.wants_progress and not job.request.output:
+                    self._tell(job, job.event(progress=job.progress(end)))
 
     def _deliver(self, job: Job, token: int, details: tuple | None, row: int) -> None:
         request = job.request

@@ -13,6 +13,17 @@ from flint_jax.sampling_params import SamplingParams
 
 
 @dataclasses.dataclass(frozen=True)
+class Progress:
+    """How far a prompt is. total: its tokens. cached: of these, taken from the prefix cache. processed: cached or
+    computed. seconds: since it left the queue."""
+
+    total: int
+    cached: int
+    processed: int
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
 class Event:
     """News of one request. The last one has a finish_reason: "stop", "length", "abort" or "error".
 
@@ -20,6 +31,7 @@ class Event:
     for the first time, in seconds of time.monotonic.
     A token that ends the request (an end-of-turn or stop id) is named in ``stop_token`` and not part of ``token_ids``.
     prompt_logprobs: with the first token, if asked for; one entry a prompt token, None for the first.
+    progress: how far the prompt is, after each step that holds a piece of it, if asked for; such events have no tokens.
     refused: the error is what the request asked for (its grammar met its limits), not the engine's.
     """
 
@@ -34,6 +46,7 @@ class Event:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     admitted_at: float | None = None
+    progress: Progress | None = None
 
 
 @dataclasses.dataclass(eq=False)
@@ -49,6 +62,14 @@ class Job:
     prompt_scores: PromptLogprobs | None = None
     generates: bool = True
     admitted_at: float | None = None
+    wants_progress: bool = False
+    processed: int = 0  # tokens of the prompt that are known to be in the cache
+
+    def progress(self, now: float) -> Progress:
+        """How far the prompt is at ``now`` (time.monotonic)."""
+        total = len(self.request.prompt)
+        since = 0.0 if self.admitted_at is None else now - self.admitted_at
+        return Progress(total, self.request.cached or 0, min(self.processed, total), since)
 
     def event(self, **news) -> Event:
         """News of the request."""
@@ -60,11 +81,16 @@ class Job:
 
 @dataclasses.dataclass
 class Result:
-    """Tokens a dispatched step will yield: one row per (job, admission epoch)."""
+    """Tokens a dispatched step will yield: one row per (job, admission epoch), then rows that mean nothing.
+
+    pieces: of a prefill step, (job, admission epoch, start, count). dispatched_at: in seconds of time.monotonic.
+    """
 
     rows: list[tuple[Job, int]]
     tokens: object
     details: tuple | None
+    pieces: tuple[tuple[Job, int, int, int], ...] = ()
+    dispatched_at: float = 0.0
 
 
 def token_limit(prompt: tuple[int, ...], params: SamplingParams, generate: bool, room: int) -> int:

@@ -197,6 +197,7 @@ class LanguageModel:
         max_model_len: int | None = None,
         max_num_seqs: int | None = None,
         max_num_batched_tokens: int | None = None,
+        max_prefill_ms: float | None = 40.0,
         gpu_memory_utilization: float = 0.9,
         enable_prefix_caching: bool = True,
         prefix_snapshots: int | None = None,
@@ -207,7 +208,8 @@ class LanguageModel:
         """An engine over this model; its KV cache is sized from free device memory (``engine.memory`` says how).
 
         max_model_len: longest prompt + output, default the most the memory allows. max_num_seqs: slots.
-        max_num_batched_tokens: prefill tokens between two decode steps. enable_prefix_caching: take up prompts where an
+        max_num_batched_tokens: most tokens of one prefill step. max_prefill_ms: what a prefill step may take while
+        something decodes, in milliseconds; None for any time. enable_prefix_caching: take up prompts where an
         earlier request had the same beginning. prefix_snapshots: places it may keep to do so, by default as many as
         fit in a tenth of the cache's memory, at most eight a slot. Raises ConfigError when nothing fits.
         """
@@ -215,6 +217,7 @@ class LanguageModel:
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
+            max_prefill_ms=max_prefill_ms,
             gpu_memory_utilization=gpu_memory_utilization,
             enable_prefix_caching=enable_prefix_caching,
             prefix_snapshots=prefix_snapshots,
@@ -230,6 +233,7 @@ class LanguageModel:
         max_model_len: int | None = None,
         max_num_seqs: int | None = None,
         max_num_batched_tokens: int | None = None,
+        max_prefill_ms: float | None = 40.0,
         gpu_memory_utilization: float = 0.9,
         enable_prefix_caching: bool = True,
         prefix_snapshots: int | None = None,
@@ -242,6 +246,7 @@ class LanguageModel:
             self.model,
             eos_ids=self.eos_ids,
             seed=seed,
+            max_prefill_ms=max_prefill_ms,
             pending=[math.prod(a.shape) * a.dtype.itemsize for a in pending],
             max_model_len=self.max_context if max_model_len is None else min(max_model_len, self.max_context),
             max_num_seqs=max_num_seqs,

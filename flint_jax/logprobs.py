@@ -44,19 +44,20 @@ class PromptLogprobs:
         """The prompt's tokens that follow positions start to start + count; empty when there are none."""
         return self._prompt[start + 1 : start + 1 + count]
 
-    def take(self, start: int, details: Sequence) -> None:
-        """Four device arrays of a chunk that begins at ``start``; they are on their way to the host from here on."""
+    def take(self, start: int, details: Sequence, offset: int = 0) -> None:
+        """Four device arrays of a chunk that begins at ``start``, from place ``offset`` of them on; they are on their
+        way to the host from here on."""
         for array in details:
             array.copy_to_host_async()
-        self._chunks[start] = tuple(details)
+        self._chunks[start] = tuple(details), offset
 
     def tell(self) -> tuple[TokenLogprob | None, ...]:
         """One entry a token, None for the first, which nothing comes before. Waits for the device."""
         found: list[TokenLogprob | None] = [None] * len(self._prompt)
-        for start, details in sorted(self._chunks.items()):
+        for start, (details, offset) in sorted(self._chunks.items()):
             arrays = [np.asarray(d) for d in details]
-            for i, token in enumerate(self.following(start, len(arrays[0]))):
-                found[start + 1 + i] = token_logprob(token, arrays, i, self._wanted)
+            for i, token in enumerate(self.following(start, len(arrays[0]) - offset)):
+                found[start + 1 + i] = token_logprob(token, arrays, offset + i, self._wanted)
         self._chunks.clear()
         self.told = True
         return tuple(found)

@@ -106,25 +106,27 @@ def plan(
     prefix_snapshots: int | None = None,
     pending: int = 0,
     device_bytes: int | None = None,
+    packed: bool = False,
 ) -> MemoryPlan:
     """Slots and pages for the free memory of the default device, or of a GPU of ``device_bytes`` that nothing uses.
 
     max_model_len: longest request wanted; lowered to what the pool holds. prefix_snapshots: how many rings the prefix
     cache may keep, default a tenth of the room, at most eight a slot; 0 switches it off, too. pending: bytes of weights
-    that are still to be loaded. Raises ConfigError when not even one page per slot fits, or a number is out of range.
+    that are still to be loaded. packed: prefill runs in kernels (``Steps.packed``), which keep no scores and gain from
+    longer steps. Raises ConfigError when not even one page per slot fits, or a number is out of range.
     """
     _check(max_model_len, max_num_seqs, max_num_batched_tokens, utilization, prefix_snapshots)
     on_host = device_bytes is None and jax.default_backend() == "cpu"
     itemsize = jnp.dtype(numerics.dtype).itemsize
     slots = max_num_seqs or (4 if on_host else 16)
-    chunk = _chunk(max_num_batched_tokens or (256 if on_host else 2048), max_model_len)
+    chunk = _chunk(max_num_batched_tokens or (256 if on_host else 8192 if packed else 2048), max_model_len)
     page = page_bytes(config, itemsize)
     slot = slot_bytes(config, itemsize) + SAMPLING_BYTES * config.vocab_size
     if device_bytes is None:
         free = _free_bytes(utilization, on_host, pending)
     else:  # XLA's share of it, if that is less
         free = int(device_bytes * min(utilization, float(PROCESS_SHARE))) - pending
-    workspace = _workspace(config, chunk, slots, itemsize)
+    workspace = _workspace(config, chunk, slots, itemsize, packed)
     room = free - workspace - slots * slot
     snapshot = slot_bytes(config, itemsize)
     snapshots = 0
@@ -143,7 +145,7 @@ def plan(
         )
     longest = min(max_model_len, pages * PAGE)
     batches = (*(b for b in BATCHES if b < slots), slots)
-    sizes = Sizes(slots, int(pages), longest, batches, _chunks(chunk), snapshots)
+    sizes = Sizes(slots, int(pages), longest, batches, _chunks(chunk, 128 if packed and not on_host else 64), snapshots)
     return MemoryPlan(sizes, free, workspace, page, slot, snapshot)
 
 
@@ -186,10 +188,10 @@ def _chunk(wanted: int, longest: int) -> int:
     return max(16, min(1 << (wanted.bit_length() - 1), 1 << (longest - 1).bit_length()))
 
 
-def _chunks(largest: int) -> tuple[int, ...]:
+def _chunks(largest: int, least: int = 64) -> tuple[int, ...]:
     """Compiled chunk lengths: 16 and every fourth power up to the largest, so padding wastes at most 3/4."""
     sizes = [largest]
-    while sizes[-1] > 64:
+    while sizes[-1] > least:
         sizes.append(sizes[-1] // 4)
     return tuple(reversed(sizes))
 
@@ -203,10 +205,10 @@ def _free_bytes(utilization: float, on_host: bool, pending: int = 0) -> int:
     return int(stats["bytes_limit"] * min(1.0, utilization / fraction) - stats["bytes_in_use"]) - pending
 
 
-def _workspace(config: FlintConfig, chunk: int, slots: int, itemsize: int) -> int:
+def _workspace(config: FlintConfig, chunk: int, slots: int, itemsize: int, packed: bool = False) -> int:
     """Activations of one prefill chunk, generously: residuals, scores of a key block, padded expert rows, logits; and
     the unpacked weights of a group of experts, with the codes in the order of their values (a quarter of that)."""
-    scores = 4 * config.num_attention_heads * chunk * 512 * 3
+    scores = 0 if packed else 4 * config.num_attention_heads * chunk * 512 * 3
     pairs = chunk * config.num_experts_per_tok + 64 * config.num_experts
     rows = pairs * (2 * config.hidden_size + 3 * config.moe_intermediate_size) * itemsize * 2
     layer = 3 * config.num_experts * config.hidden_size * config.moe_intermediate_size * itemsize

@@ -52,6 +52,11 @@ class Request:
         return self.slot is not None and self.prefilled == self.target
 
     @property
+    def pause(self) -> int:
+        """Where its next piece of prefill ends at the latest: the next mark, else the end."""
+        return self.marks[-1] if self.marks else self.target
+
+    @property
     def exhausted(self) -> bool:
         """Every token it may have is dispatched."""
         return len(self.prompt) + self.dispatched >= self.limit
@@ -94,13 +99,20 @@ class CopyPage:
 
 
 @dataclasses.dataclass(frozen=True)
-class Chunk:
-    """A piece of prefill: tokens [start, start + count) of a request; final when it is the last piece."""
+class Piece:
+    """Tokens [start, start + count) of a request; final when it is the last piece of its prefill."""
 
     request: Request
     start: int
     count: int
     final: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Prefill:
+    """One prefill step: pieces of different requests, those that are final first."""
+
+    pieces: tuple[Piece, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,12 +123,13 @@ class Save:
     index: int
 
 
-Op = Admit | Restore | CopyPage | Chunk | Save
+Op = Admit | Restore | CopyPage | Prefill | Save
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """One iteration: ``ops`` in order, then one decode step of the requests in ``decode``.
+    """One iteration: ``ops`` in order, at most one prefill step among them, then one decode step of the requests in
+    ``decode``.
 
     moved: running requests whose pages changed, so that their block tables are to be sent before anything else.
     """
@@ -127,9 +140,9 @@ class Plan:
     moved: tuple[Request, ...]
 
     @property
-    def chunks(self) -> tuple[Chunk, ...]:
+    def pieces(self) -> tuple[Piece, ...]:
         """Its pieces of prefill."""
-        return tuple(op for op in self.ops if isinstance(op, Chunk))
+        return tuple(piece for op in self.ops if isinstance(op, Prefill) for piece in op.pieces)
 
     @property
     def admitted(self) -> tuple[Request, ...]:
@@ -138,5 +151,5 @@ class Plan:
 
     @property
     def empty(self) -> bool:
-        """No token will come of it."""
-        return not (self.decode or any(isinstance(op, Chunk) for op in self.ops))
+        """No step will come of it."""
+        return not (self.decode or any(isinstance(op, Prefill) for op in self.ops))

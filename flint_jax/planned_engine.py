@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import jax
 
-from flint_jax import fit, memory
+from flint_jax import decode, fit, memory
 from flint_jax.engine import Engine
 from flint_jax.errors import ConfigError
 from flint_jax.model import Flint
@@ -21,12 +21,28 @@ class PlannedEngine:
     in ``memory.plan``. Raises ConfigError when the weights do not fit, or the plan has no room for the KV cache.
     """
 
-    def __init__(self, model: Flint, *, eos_ids: Sequence[int], seed: int, pending: Sequence[int] = (), **sizes):
+    def __init__(
+        self,
+        model: Flint,
+        *,
+        eos_ids: Sequence[int],
+        seed: int,
+        max_prefill_ms: float | None = None,
+        pending: Sequence[int] = (),
+        **sizes,
+    ):
         limit = memory.process_limit()
         if pending and limit is not None:
             memory.check_weights(sum(pending), max(pending), limit)
-        self._eos_ids, self._seed, self._budget = eos_ids, seed, sizes["max_num_batched_tokens"]
-        self.plan = memory.plan(model.config, model.numerics, pending=sum(pending), **sizes)
+        self._options = {
+            "eos_ids": eos_ids,
+            "seed": seed,
+            "budget": sizes["max_num_batched_tokens"],
+            "max_prefill_ms": max_prefill_ms,
+        }
+        self.plan = memory.plan(
+            model.config, model.numerics, pending=sum(pending), packed=decode.supported(model), **sizes
+        )
         self.steps = Steps(model, self.plan.sizes, allocate=False)
         self.seconds: dict[str, float] = {}
 
@@ -41,7 +57,7 @@ class PlannedEngine:
         self.steps.allocate()
         if self.seconds:
             _warm_up(self.steps, self.plan)
-        engine = Engine(self.steps, eos_ids=self._eos_ids, seed=self._seed, budget=self._budget)
+        engine = Engine(self.steps, **self._options)
         engine.memory = self.plan
         if self.seconds:
             engine.compile_seconds = self.seconds["wall"] + time.monotonic() - begin

@@ -1,7 +1,7 @@
 """Who is prefilled, who decodes, who waits, who ends: pure Python over slots and pages, no JAX.
 
 The scheduler owns every slot and page. A request waits until a slot and the pages of its tokens are free, takes up what
-the prefix cache has of its tokens, is prefilled in chunks, then takes part in every decode step until it ends. Pages
+the prefix cache has of its tokens, is prefilled in pieces, then takes part in every decode step until it ends. Pages
 grow with the request. When none is left, cached prefixes are evicted; when there are none of those, the youngest
 running request gives everything back and returns to the head of the queue with what it generated so far as part of its
 tokens, so nothing is lost.
@@ -15,7 +15,8 @@ from __future__ import annotations
 import collections
 from collections.abc import Iterable, Sequence
 
-from flint_jax.plan import Admit, Chunk, CopyPage, Op, Plan, Request, Restore, Save
+from flint_jax.plan import Admit, CopyPage, Op, Piece, Plan, Prefill, Request, Restore, Save
+from flint_jax.prefill_cost import Allowance, PrefillCost
 from flint_jax.prefix_cache import ID_BYTES, Hit, Node, PagePool, PrefixCache, common
 
 # Tokens that may be in flight when a step is planned: the host reads one step late.
@@ -23,14 +24,20 @@ LOOKAHEAD = 2
 INTERVAL = 8192  # tokens between snapshots inside a long prompt
 SHARE = 4  # the snapshots inside one prompt take at most this fraction of all: 1 / SHARE
 WORTH = 2  # pages of prefill that are worth a snapshot of their own, or waiting for somebody else's
-PIECES = 4  # most prefill pieces of one iteration: however short, each costs about as much as a quarter of the budget
+ROWS = 8  # most pieces of one prefill step
+
+
+def grain(budget: int) -> int:
+    """What pieces are a multiple of: whole tiles of the kernels where steps are long, less where they are short."""
+    return 64 if budget >= 1024 else 16 if budget >= 64 else 1
 
 
 class Scheduler:
-    """slots, pages: how many there are. chunks: lengths of prefill pieces that are compiled, ascending.
+    """slots, pages: how many there are. chunks: lengths of prefill steps that are compiled, ascending.
 
-    budget: most tokens of prefill, padding included, between two decode steps. snapshots, window, ring: size of the
-    prefix cache and of a slot's rings; without snapshots nothing is shared.
+    budget: most tokens of one prefill step, default and at most the longest. rows: most pieces of one. max_ms: what a
+    prefill step may take by ``cost`` while something decodes, in milliseconds; None for any time. tile: a
+    piece takes a multiple of so many places of a step. snapshots, window, ring: size of the prefix cache and of a slot's rings; without snapshots nothing is shared.
     """
 
     def __init__(
@@ -45,9 +52,16 @@ class Scheduler:
         window: int = 1,
         ring: int = 1,
         interval: int = INTERVAL,
+        rows: int = ROWS,
+        max_ms: float | None = None,
+        cost: PrefillCost | None = None,
+        tile: int = 1,
     ):
         self.slots, self.page_size, self.chunks = slots, page_size, tuple(chunks)
-        self.budget = max(budget or self.chunks[-1], 1)
+        budget = min(budget or self.chunks[-1], self.chunks[-1])
+        self.budget, self.tile = max(budget - budget % tile, tile), tile
+        self.grain = grain(self.budget)
+        self.rows, self.max_ms, self.cost = rows, max_ms, cost or PrefillCost()
         self.interval = interval
         self.pool = PagePool(pages)
         self.cache = PrefixCache(self.pool, page_size, window, ring, snapshots)
@@ -129,58 +143,58 @@ class Scheduler:
                 break
             self.waiting.remove(request)
             moved.append(request)
-        self._prefill(ops)
+        self._prefill(ops, self.max_ms if decode else None)
         moved = [r for r in moved if r.slot is not None]
         return Plan(tuple(ops), tuple(decode), tuple(preempted), tuple(moved))
 
     # -- prefill ---------------------------------------------------------------------------------------------------
 
-    def _prefill(self, ops: list[Op]) -> None:
-        """Hand out the budget. Half of the turns go to the oldest request, half to the one with the fewest tokens left:
-        no long prompt holds up a short one by more than a piece, and no stream of short ones starves a long one."""
+    def _prefill(self, ops: list[Op], ms: float | None) -> None:
+        """One step of pieces, and the snapshots that are due after it."""
+        counts = self._share(ms)
+        if not counts:
+            return
+        pieces = [Piece(r, r.prefilled, n, r.prefilled + n == r.target) for r, n in counts.items()]
+        pieces.sort(key=lambda piece: not piece.final)
+        ops.append(Prefill(tuple(pieces)))
+        for piece in pieces:
+            self._passed(piece, ops)
+
+    def _share(self, ms: float | None) -> dict[Request, int]:
+        """Tokens of each request in the next step. Those with the fewest left come first, but half of the step is for
+        the oldest: no long prompt holds up a short one, and no stream of short ones starves a long one."""
         order = [r for r in self.running if not r.decoding]
         if not order:
-            return
-        self._oldest_first = not self._oldest_first
-        left, begun = self.budget, False
+            return {}
+        room = Allowance(self.cost, self.budget, self.rows, self.grain, ms, self.tile)
+        oldest = order[0]
         order.sort(key=lambda r: r.target - r.prefilled)
-        if self._oldest_first:
-            oldest = next(r for r in self.running if not r.decoding)
+        self._oldest_first = not self._oldest_first
+        if room.divisible(oldest):
+            for request in order:
+                if request is not oldest:
+                    room.give(request, kept=0.5)
+            room.give(oldest)
+        elif self._oldest_first:  # too little to divide: they take turns
             order.remove(oldest)
             order.insert(0, oldest)
         for request in order:
-            while not request.decoding and (count := self._piece(request, left, begun)):
-                self._chunk(request, count, ops)
-                left -= self._cost(count)
-                begun = True
+            room.give(request)
+        if not room.counts:
+            room.give_least(order[0])
+        return room.counts
 
-    def _piece(self, request: Request, left: int, begun: bool) -> int:
-        """Tokens of the next piece within what is left of the budget; 0 for none."""
-        edge = request.marks[-1] if request.marks else request.target
-        room = min(edge - request.prefilled, self.chunks[-1], self.budget)
-        if self._cost(room) <= left:
-            return room
-        fitting = [c for c in self.chunks if c < room and self._cost(c) <= left]
-        if fitting:
-            return fitting[-1]
-        return 0 if begun else min(room, left)
-
-    def _cost(self, count: int) -> int:
-        """What a piece takes of the budget: its padded length, and something for being a piece."""
-        padded = next(c for c in self.chunks if c >= count)
-        return max(min(padded, self.budget), self.budget // PIECES)
-
-    def _chunk(self, request: Request, count: int, ops: list[Op]) -> None:
-        final = request.prefilled + count == request.target
-        ops.append(Chunk(request, request.prefilled, count, final))
-        request.prefilled += count
-        self.prefilled += count
-        if final:
-            request.dispatched += 1  # the final chunk draws a token
+    def _passed(self, piece: Piece, ops: list[Op]) -> None:
+        """Count a piece as prefilled, and save what is to be kept behind it."""
+        request = piece.request
+        request.prefilled += piece.count
+        self.prefilled += piece.count
+        if piece.final:
+            request.dispatched += 1  # the final piece draws a token
         if request.marks and request.marks[-1] == request.prefilled:
             request.marks.pop()
             self._save(request, ops, passing=request.prefilled != request.branch)
-        elif final:
+        elif piece.final:
             self._save(request, ops)
 
     # -- pages and slots -------------------------------------------------------------------------------------------

@@ -151,7 +151,7 @@ def _prefill(lm: LanguageModel, texts: list, chunk: int, rounds: int) -> dict:
 
     def one(text):
         for begin in range(0, length, chunk):
-            steps.prefill(text[begin : begin + chunk].tolist(), 0, begin, False)
+            steps.prefill([(text[begin : begin + chunk].tolist(), 0, begin, False)])
 
     one(texts[0])
     best = float("inf")

@@ -26,7 +26,7 @@ from flint_jax.cache import CachedAttention, KVCache, table_width
 from flint_jax.model import Flint
 from flint_jax.packed import PackedAttention
 from flint_jax.sampling import SlotRow, SlotSampling
-from pallas_kernels.flash_attention import Pieces
+from pallas_kernels.flash_attention import TILE, Pieces
 from pallas_kernels.sample.shapes import PROGRESS
 
 log = logging.getLogger("flint_jax")
@@ -77,7 +77,8 @@ class State:
 class Sizes:
     """What is compiled ahead: batch sizes of decode, chunk lengths of prefill, both ascending.
 
-    snapshots: rings that the prefix cache can keep; 0 means that there is no prefix cache.
+    snapshots: rings that the prefix cache can keep; 0 means that there is no prefix cache. rows_per_prefill: most
+    pieces of one prefill step.
     """
 
     slots: int
@@ -86,6 +87,7 @@ class Sizes:
     batches: tuple[int, ...]
     chunks: tuple[int, ...]
     snapshots: int = 0
+    rows_per_prefill: int = 8
 
     def batch(self, rows: int) -> int:
         """Smallest compiled batch for ``rows`` rows."""
@@ -165,6 +167,11 @@ def _decode(weights, state: State, scratch, tables, slots, *, merge, fast=False)
     return state, logits.reshape(scratch.shape)
 
 
+def _stack(tokens, logits):
+    """The tokens and logits of several pieces in one array each."""
+    return jnp.concatenate(tokens), jnp.concatenate(logits)
+
+
 def _score(weights, hidden, targets, *, merge):
     return prompt_scores.score(merge(weights), hidden, targets, k=sampling_params.MAX_LOGPROBS)
 
@@ -209,6 +216,7 @@ class Steps:
 
     With ``allocate=False`` nothing is put on the device, and the model's weights may be shapes: ``build`` compiles,
     ``resize`` changes the number of pages, and then ``use`` and ``allocate`` make it ready to run (``fit`` does this).
+    packed: whether all pieces of a prefill step run in one program, or each in its own.
     """
 
     def __init__(self, model: Flint, sizes: Sizes, allocate: bool = True):
@@ -222,7 +230,8 @@ class Steps:
         def merge(weights):
             return nnx.merge(graph, jax.tree.unflatten(structure, weights))
 
-        self._prefill = jax.jit(_bind(_prefill, merge), donate_argnums=1)
+        self.packed = decode.supported(model)
+        self._prefill = jax.jit(_bind(_prefill_packed if self.packed else _prefill, merge), donate_argnums=1)
         # With kernels there is a second decode step that samples without sorting the vocabulary.
         self.kernels = decode.supported(model)
         self._decode = {
@@ -243,7 +252,8 @@ class Steps:
             for fast in ((False, True) if self.kernels else (False,))
         }
         self._score = jax.jit(_bind(_score, merge))
-        self._hidden: Array | None = None  # of the chunk prefilled last
+        self._stack = jax.jit(_stack)
+        self._hidden: list[tuple[Array, slice]] = []  # of the pieces prefilled last
         self._logprobs = jax.jit(functools.partial(sampling.logprobs, k=sampling_params.MAX_LOGPROBS))
         self._compiled: dict[tuple, Callable] = {}
         # Shapes until ``allocate``. The snapshots are apart from the state: no decode step has to carry them.
@@ -290,6 +300,9 @@ class Steps:
         """The prefill step of one bucket."""
         zero = jax.ShapeDtypeStruct((), jnp.int32)
         tokens = jax.ShapeDtypeStruct((chunk,), jnp.int32)
+        if self.packed:
+            rows = jax.ShapeDtypeStruct((self.sizes.rows_per_prefill, 5), jnp.int32)
+            return self._prefill.lower(self.weights, self.state, self.tables, tokens, rows)
         final = jax.ShapeDtypeStruct((), bool)
         return self._prefill.lower(self.weights, self.state, self.tables, tokens, zero, zero, zero, final)
 
@@ -332,7 +345,7 @@ class Steps:
         """How to lower each program, the slowest to compile first."""
         row = sampling.slot_row(sampling_params.SamplingParams(temperature=0.0), (0,), self.config.vocab_size, (), 0)
         slot = jax.ShapeDtypeStruct((), jnp.int32)
-        both = {1, *self.sizes.batches}  # of decode, and the one row of a final chunk
+        both = {self.sizes.rows_per_prefill, *self.sizes.batches}  # rows of prefill's results, and of decode's
         lower = {
             **{("prefill", c): functools.partial(self.lower_prefill, c) for c in reversed(self.sizes.chunks)},
             **{("decode", b): functools.partial(self.lower_decode, b) for b in self.sizes.batches},
@@ -341,6 +354,7 @@ class Steps:
             **{("logprobs", b): functools.partial(self._lower_logprobs, b) for b in both},
             **{("redraw", b): functools.partial(self._lower_redraw, b, False) for b in both},
             **{("refast", b): functools.partial(self._lower_redraw, b, True) for b in both if self.kernels},
+            **({} if self.packed else {("stack", 0): self._lower_stack}),
             **{("score", c): functools.partial(self._lower_score, c) for c in self.sizes.chunks},
             ("admit", 0): lambda: self._admit.lower(self.state, slot, row, slot),
             ("release", 0): lambda: self._release.lower(self.state, slot),
@@ -364,7 +378,10 @@ class Steps:
             for fast in (False, True) if self.kernels else (False,):
                 self._decode_rows(self._padded_rows((), size), size, fast)
         for chunk in self.sizes.chunks:
-            self._prefill_padded(np.zeros(chunk, np.int32), 0, slot=0, start=0, final=False)
+            if self.packed:
+                self._run_packed(np.zeros(chunk, np.int32), np.zeros((self.sizes.rows_per_prefill, 5), np.int32))
+            else:
+                self._prefill_piece(np.zeros(chunk, np.int32), 0, slot=0, start=0, final=False)
         jax.block_until_ready(self.state)
 
     def _lower_peek(self, batch: int) -> jax.stages.Lowered:
@@ -381,6 +398,14 @@ class Steps:
             jax.ShapeDtypeStruct((batch,), jnp.int32),
             jax.ShapeDtypeStruct((batch, redraw.words(self.config.vocab_size)), jnp.int32),
         )
+
+    def _lower_stack(self) -> jax.stages.Lowered:
+        rows = self.sizes.rows_per_prefill
+        token, logits = (
+            jax.ShapeDtypeStruct((1,), jnp.int32),
+            jax.ShapeDtypeStruct((1, self.config.vocab_size), jnp.float32),
+        )
+        return self._stack.lower((token,) * rows, (logits,) * rows)
 
     def _lower_score(self, chunk: int) -> jax.stages.Lowered:
         hidden = jax.ShapeDtypeStruct((chunk, self.config.hidden_size), self.model.numerics.dtype)
@@ -427,18 +452,63 @@ class Steps:
         self.state = dataclasses.replace(self.state, cache=dataclasses.replace(cache, k_pages=k, v_pages=v))
 
     def prefill(
-        self, tokens: Sequence[int], slot: int, start: int, final: bool
-    ) -> tuple[Int[Array, " 1"], Float[Array, "1 V"]]:
-        """Append a chunk to a slot; (drawn token, its logits), meaningful when final."""
-        padded = np.zeros(self.sizes.chunk(len(tokens)), np.int32)
-        padded[: len(tokens)] = tokens
-        return self._prefill_padded(padded, len(tokens), slot=slot, start=start, final=final)
+        self, pieces: Sequence[tuple[Sequence[int], int, int, bool]]
+    ) -> tuple[Int[Array, " R"], Float[Array, "R V"]]:
+        """One prefill step: append pieces (tokens, slot, start, final) to their slots, which are distinct.
 
-    def _prefill_padded(self, padded: np.ndarray, count: int, *, slot: int, start: int, final: bool):
+        (drawn tokens, their logits), a row a piece in the order given, padded to ``rows_per_prefill``; a row means
+        something where its piece is final. Raises ValueError for no pieces, and for more than there are rows.
+        """
+        rows = self.sizes.rows_per_prefill
+        if not 0 < len(pieces) <= rows:
+            raise ValueError(f"{len(pieces)} pieces in a prefill step: need 1 to {rows} (Sizes.rows_per_prefill)")
+        if self.packed:
+            return self._prefill_packed(pieces)
+        tokens, logits, self._hidden = [], [], []
+        for ids, slot, start, final in pieces:
+            padded = np.zeros(self.sizes.chunk(len(ids)), np.int32)
+            padded[: len(ids)] = ids
+            token, row, hidden = self._prefill_piece(padded, len(ids), slot=slot, start=start, final=final)
+            tokens.append(token)
+            logits.append(row)
+            self._hidden.append((hidden, slice(0, len(ids))))
+        filled = (rows - len(pieces)) * [0]
+        run = self._compiled.get(("stack", 0), self._stack)
+        return run(*(tuple([*each, *(each[i] for i in filled)]) for each in (tokens, logits)))
+
+    @property
+    def tile(self) -> int:
+        """A piece's tokens take a multiple of so many places of a prefill step (the last one's do not)."""
+        return TILE if self.packed else 1
+
+    def _prefill_packed(self, pieces):
+        """All pieces in one program, one after the other, each from a multiple of ``tile``."""
+        rows = np.zeros((self.sizes.rows_per_prefill, 5), np.int32)
+        places, end = [], 0
+        for i, (ids, slot, start, final) in enumerate(pieces):
+            place = -(-end // TILE) * TILE
+            rows[i] = place, slot, start, len(ids), final
+            end = place + len(ids)
+            places.append(slice(place, end))
+        tokens = np.zeros(self.sizes.chunk(end), np.int32)
+        if end > len(tokens):
+            raise ValueError(f"{len(pieces)} pieces take {end} places; the longest prefill step has {len(tokens)}")
+        for place, (ids, *_) in zip(places, pieces, strict=True):
+            tokens[place] = ids
+        drawn, logits, hidden = self._run_packed(tokens, rows)
+        self._hidden = [(hidden, place) for place in places]
+        return drawn, logits
+
+    def _run_packed(self, tokens: np.ndarray, rows: np.ndarray):
+        run = self._compiled.get(("prefill", len(tokens)), self._prefill)
+        self.state, drawn, logits, hidden = run(self.weights, self.state, self.tables, tokens, rows)
+        return drawn, logits, hidden
+
+    def _prefill_piece(self, padded: np.ndarray, count: int, *, slot: int, start: int, final: bool):
         run = self._compiled.get(("prefill", len(padded)), self._prefill)
         where = np.int32(slot), np.int32(start), np.int32(count), np.bool_(final)
-        self.state, token, logits, self._hidden = run(self.weights, self.state, self.tables, padded, *where)
-        return token, logits
+        self.state, token, logits, hidden = run(self.weights, self.state, self.tables, padded, *where)
+        return token, logits, hidden
 
     def decode(
         self, slots: Sequence[int], fast: bool = False, peek: bool = True
@@ -472,7 +542,7 @@ class Steps:
     ) -> Int[Array, " B"]:
         """Replace the tokens that the last step drew for some of its slots; the tokens of all of them.
 
-        slots, logits: of that step, a decode or a final chunk. masks: int32 [B, words], the tokens that may be drawn
+        slots, logits: of that step, a decode or final pieces. masks: int32 [B, words], the tokens that may be drawn
         (B is the padded batch); a token that is not among them is drawn again. fast: as in ``decode``, for the rows
         that have a mask.
         """
@@ -489,14 +559,14 @@ class Steps:
         sampled = self.state.sampling
         return sampled.out_count, self.state.progress, dataclasses.replace(sampled, out_count=None)
 
-    def score_prompt(self, following: Sequence[int]) -> tuple[Array, Array, Array, Array]:
-        """Log-probabilities of the tokens that follow each position of the chunk prefilled last, as ``logprobs`` has
-        them; arrays of the padded chunk's length."""
-        hidden = self._hidden
+    def score_prompt(self, row: int, following: Sequence[int]) -> tuple[tuple[Array, ...], int]:
+        """Log-probabilities of the tokens that follow each position of a piece of the prefill step before, as
+        ``logprobs`` has them; row: which of its pieces. And where in the arrays they begin."""
+        hidden, place = self._hidden[row]
         targets = np.zeros(hidden.shape[0], np.int32)
-        targets[: len(following)] = following
+        targets[place.start : place.start + len(following)] = following
         run = self._compiled.get(("score", hidden.shape[0]), self._score)
-        return run(self.weights, hidden, targets)
+        return run(self.weights, hidden, targets), place.start
 
     def _padded_rows(self, slots: tuple[int, ...], size: int) -> Int[Array, " B"]:
         """The rows of a step on the device; kept, so that the same company finds the same buffer."""

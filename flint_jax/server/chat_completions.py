@@ -32,7 +32,7 @@ from flint_jax.server.replies import quoted, to_text
 from flint_jax.server.sampling_fields import read_prompt_logprobs, read_sampling, read_stream_options
 from flint_jax.server.state import ServerState
 from flint_jax.server.thinking import read_budget
-from flint_jax.server.usage import usage
+from flint_jax.server.usage import prompt_progress, usage
 
 
 async def chat_completions(request: Request) -> Response:
@@ -104,6 +104,7 @@ class ChatWriter(Writer):
             format=read_format(fields),
             structured=read_structured(fields),
             budget=read_budget(fields, "thinking", "reasoning"),
+            progress=fields.boolean("return_progress") and stream,
         )
         return ask, _Options(top, show, usage_chunk, usage_every)
 
@@ -131,6 +132,8 @@ class ChatWriter(Writer):
             if index not in begun:
                 begun.add(index)
                 frame.append(self._chunk(index, '{"role":"assistant","content":""}'))
+            if piece.progress is not None:
+                frame.append(self._chunk(index, "{}", progress=piece.progress))
             tokens = piece.tokens
             for delta in piece.deltas:
                 text = self._delta(delta)
@@ -164,7 +167,14 @@ class ChatWriter(Writer):
                 return f'{{"tool_calls":[{{"index":{index},"function":{{"arguments":{quoted(text)}}}}}]}}'
         return ""
 
-    def _chunk(self, index: int, delta: str, tokens: list[Token] = (), end: dict[str, Any] | None = None) -> str:
+    def _chunk(
+        self,
+        index: int,
+        delta: str,
+        tokens: list[Token] = (),
+        end: dict[str, Any] | None = None,
+        progress: Any = None,
+    ) -> str:
         logprobs = self._logprobs(tokens) if tokens else None
         rest = "" if logprobs is None else f',"logprobs":{to_text(logprobs)}'
         rest += ',"finish_reason":null' if end is None else "," + to_text(end)[1:-1]
@@ -173,6 +183,8 @@ class ChatWriter(Writer):
             usage = f',"usage":{to_text(self._usage())}'
         elif self.options.usage_chunk:
             usage = ',"usage":null'
+        if progress is not None:
+            usage += f',"prompt_progress":{to_text(prompt_progress(progress))}'
         return f'{self._chunk_head},"choices":[{{"index":{index},"delta":{delta}{rest}}}]{usage}}}\n\n'
 
     def _message(self, total: Piece) -> dict[str, Any]:

@@ -36,7 +36,8 @@ log = logging.getLogger("flint_jax.server")
 class Ask:
     """A chat request, read and checked.
 
-    name: the model's name for the reply. format, structured, budget: see ``Forced``.
+    name: the model's name for the reply. format, structured, budget: see ``Forced``. progress: have the pieces of the
+    first choice tell how far the prompt is.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Ask:
     format: dict[str, Any] | None = None
     structured: Structured | None = None
     budget: int | None = None
+    progress: bool = False
 
 
 class Run:
@@ -75,10 +77,19 @@ class Run:
     def submit(self, job: Job) -> None:
         """Hand the prompt to the engine, n times. Raises ApiError when it does not fit the context."""
         sampling, ids = self.ask.sampling, self.prompt.ids
-        scores = sampling.prompt_logprobs  # of the first choice only: they are the same for all
+        # Of the first choice only: they are the same for all.
+        scores, progress = sampling.prompt_logprobs, self.ask.progress or None
         for params in sampling.for_prompt(self.served, ids, param=self.ask.conversation.param):
-            job.submit(ids, params, self.id, constraint=self._held, cache_salt=sampling.salt, prompt_logprobs=scores)
-            scores = None
+            job.submit(
+                ids,
+                params,
+                self.id,
+                constraint=self._held,
+                cache_salt=sampling.salt,
+                prompt_logprobs=scores,
+                report_progress=progress,
+            )
+            scores = progress = None
 
     async def pieces(self, job: Job) -> AsyncIterator[Piece | None]:
         """What the choices say, as it comes; None means silence. Problems are logged here and not passed on."""

@@ -29,7 +29,8 @@ class Token:
 class Piece:
     """A step of one choice: what is certain, the tokens it took, and at the end the engine's reason.
 
-    content: text of a plain completion. deltas: what the grammar says of a chat's output, in order.
+    content: text of a plain completion. deltas: what the grammar says of a chat's output, in order. progress: how far
+    the prompt is, as the engine tells it, for requests that asked.
     """
 
     index: int
@@ -38,12 +39,14 @@ class Piece:
     tokens: list[Token] = dataclasses.field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    progress: Any = None
 
     def join(self, later: Piece) -> None:
         """The next piece of the same choice, which arrived together with this one."""
         self.content += later.content
         self.deltas += later.deltas
         self.tokens += later.tokens
+        self.progress = later.progress or self.progress
         self.finish_reason, self.stop_reason = later.finish_reason, later.stop_reason
 
 
@@ -106,7 +109,7 @@ class Choice:
 
     def push(self, event: Any) -> Piece:
         """The piece for one engine event."""
-        piece = Piece(self.index)
+        piece = Piece(self.index, progress=event.progress)
         self.prompt_tokens, self.cached_tokens = event.prompt_tokens, event.cached_tokens
         if event.prompt_logprobs is not None:
             self.prompt_logprobs = event.prompt_logprobs

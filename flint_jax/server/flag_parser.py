@@ -10,6 +10,7 @@ from flint_jax.server.flag_types import (
     fraction,
     generation,
     length,
+    milliseconds,
     prefix,
     seconds,
     strings,
@@ -95,7 +96,15 @@ def make_parser() -> argparse.ArgumentParser:
         "--max-num-batched-tokens",
         type=whole(1, 1 << 20),
         metavar="N",
-        help="most prompt tokens read between two decode steps (default: one prefill chunk)",
+        help="most prompt tokens read in one prefill step (default and most: the largest that is compiled)",
+    )
+    g.add_argument(
+        "--max-prefill-ms",
+        type=milliseconds,
+        default=40.0,
+        metavar="MS",
+        help="most time that prompts take between two decode steps while something decodes, by what was measured; "
+        "at least 64 tokens are read (16 where steps are short); 0: no limit (default: 40)",
     )
     g.add_argument(
         "--gpu-memory-utilization",

@@ -40,6 +40,14 @@ def fraction(text: str) -> float:
     return value
 
 
+def milliseconds(text: str) -> float:
+    """Milliseconds, at most a minute."""
+    value = number(text)
+    if not 0 <= value <= 60_000:
+        raise argparse.ArgumentTypeError(f"{text!r}: need milliseconds from 0 to 60000")
+    return value
+
+
 def seconds(text: str) -> float:
     """Seconds, at most a day."""
     value = number(text)

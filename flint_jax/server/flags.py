@@ -35,6 +35,7 @@ class ModelSettings:
     max_model_len: int | None
     max_num_seqs: int | None
     max_num_batched_tokens: int | None
+    max_prefill_ms: float | None
     gpu_memory_utilization: float
     enable_prefix_caching: bool
     prefix_snapshots: int | None
@@ -73,6 +74,7 @@ def parse(argv: Sequence[str]) -> tuple[ModelSettings, ServerSettings, list[str]
         max_model_len=args.max_model_len,
         max_num_seqs=args.max_num_seqs,
         max_num_batched_tokens=args.max_num_batched_tokens,
+        max_prefill_ms=args.max_prefill_ms or None,
         gpu_memory_utilization=args.gpu_memory_utilization,
         enable_prefix_caching=args.enable_prefix_caching,
         prefix_snapshots=args.prefix_snapshots,

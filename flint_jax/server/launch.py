@@ -107,6 +107,7 @@ def load(settings: ModelSettings, progress: Callable[[str], None]) -> ServedMode
         "max_model_len": settings.max_model_len,
         "max_num_seqs": settings.max_num_seqs,
         "max_num_batched_tokens": settings.max_num_batched_tokens,
+        "max_prefill_ms": settings.max_prefill_ms,
         "gpu_memory_utilization": settings.gpu_memory_utilization,
         "enable_prefix_caching": settings.enable_prefix_caching,
         "prefix_snapshots": settings.prefix_snapshots,

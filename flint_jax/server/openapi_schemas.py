@@ -235,6 +235,7 @@ ROUTES: dict[tuple[str, str], dict[str, Any]] = {
             top_logprobs=_nullable(_integer(0, 20)),
             include_reasoning=_nullable(_BOOLEAN),
             thinking_token_budget=_nullable(_integer(0), "most tokens of the thoughts"),
+            return_progress=_nullable(_BOOLEAN, "tell in the stream how far the prompt is"),
         ),
         "answer": _json_or_events(_ref("ChatReply")),
     },

@@ -9,16 +9,22 @@ from flint_jax import __version__
 from flint_jax.server.errors import RETRY_AFTER_S
 from flint_jax.server.replies import JsonReply
 from flint_jax.server.state import READY, ServerState
+from flint_jax.server.usage import prompt_progress
 
 
 async def health(request: Request) -> Response:
-    """200 once requests are answered, else 503; the body says what is going on. Needs no key."""
+    """200 once requests are answered, else 503; the body says what is going on. Needs no key.
+
+    engine: its counters. prompts: how far the prompts are that are being read, oldest first.
+    """
     state: ServerState = request.app.state.server
     body = {"status": state.phase}
     if state.detail:
         body["detail"] = state.detail
     if state.phase == READY:
-        return JsonReply(body | {"engine": state.served.engine.stats()})
+        engine = state.served.engine
+        prompts = [prompt_progress(progress) for progress in engine.progress().values()]
+        return JsonReply(body | {"engine": engine.stats(), "prompts": prompts})
     return JsonReply(body, 503, {"retry-after": str(RETRY_AFTER_S)})
 
 

@@ -26,3 +26,14 @@ def usage(
     if thoughts:
         counts["completion_tokens_details"] = {"reasoning_tokens": sum(c.reasoning_tokens for c in choices)}
     return counts
+
+
+def prompt_progress(progress: Any) -> dict[str, int]:
+    """How far a prompt is, in llama.cpp's shape: ``processed`` of ``total`` tokens, of which ``cache`` were there
+    already; milliseconds since the request left the queue."""
+    return {
+        "total": progress.total,
+        "cache": progress.cached,
+        "processed": progress.processed,
+        "time_ms": round(1e3 * progress.seconds),
+    }

@@ -55,6 +55,9 @@ class _Slot:
 class FakeSteps:
     """The interface of flint_jax.step.Steps. log: what was called, in order. poison: slots whose next draw is NaN."""
 
+    packed = True
+    tile = 1
+
     def __init__(self, sizes: Sizes, *, window: int = 33, page: int = PAGE, ring: int | None = None):
         self.sizes, self.window, self.page = sizes, window, page
         self.ring = ring or ring_size(window)
@@ -66,6 +69,7 @@ class FakeSteps:
         self.slots = [_Slot() for _ in range(sizes.slots)]
         self.log: list[tuple] = []
         self.poison: set[int] = set()
+        self.pieces: list[tuple] = []  # of the last prefill step: (row, tokens, slot, start, final)
 
     # -- what the engine calls -------------------------------------------------------------------------------------
 
@@ -92,8 +96,18 @@ class FakeSteps:
         self.pages[target] = self.pages[source]
         self.log.append(("copy", source, target))
 
-    def prefill(self, tokens, slot: int, start: int, final: bool):
-        assert 0 < len(tokens) <= self.sizes.chunks[-1]
+    def prefill(self, pieces):
+        assert 0 < len(pieces) <= self.sizes.rows_per_prefill
+        assert len({slot for _, slot, _, _ in pieces}) == len(pieces)
+        assert 0 < sum(len(tokens) for tokens, *_ in pieces) <= self.sizes.chunks[-1]
+        self.log.append(("step", len(pieces)))
+        self.pieces = [(row, *piece) for row, piece in enumerate(pieces)]
+        drawn = [self._prefill(*piece) for piece in pieces]
+        drawn += [-2] * (self.sizes.rows_per_prefill - len(drawn))
+        return np.array(drawn).view(Drawn), None
+
+    def _prefill(self, tokens, slot: int, start: int, final: bool) -> int:
+        assert len(tokens) > 0
         before = np.arange(max(start - self.window + 1, 0), start)
         kept, paged = self.rings[slot, before % self.ring], self.read(slot, start)[before]
         np.testing.assert_array_equal(kept, paged, err_msg="the ring holds another window than the pages")
@@ -104,7 +118,7 @@ class FakeSteps:
         drawn = self._next(slot, start + len(tokens)) if final else -2
         if final:
             self._commit(state, drawn, start + len(tokens))
-        return np.array([drawn]).view(Drawn), None
+        return drawn
 
     def decode(self, slots: Sequence[int], fast: bool = False):
         assert len(set(slots)) == len(slots) <= self.sizes.batches[-1]

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from flint_jax.plan import Admit, Chunk, CopyPage, Request, Restore, Save
+from flint_jax.plan import Admit, CopyPage, Prefill, Request, Restore, Save
+from flint_jax.prefill_cost import PrefillCost
 from flint_jax.scheduler import Scheduler
 from flint_jax.step import Sizes
 from tests.engine.fake_steps import FakeSteps, reply
@@ -24,11 +25,21 @@ PAGE, WINDOW, RING = 4, 3, 8
 class Rig:
     """A scheduler, its device, and an engine's loop around them that reads results ``lag`` iterations late."""
 
-    def __init__(self, slots=2, pages=12, chunks=(8,), budget=None, snapshots=4, lag=1, interval=16):
-        sizes = Sizes(slots, pages, pages * PAGE, (slots,), chunks, snapshots)
+    def __init__(self, slots=2, pages=12, chunks=(8,), budget=None, snapshots=4, lag=1, interval=16, rows=8, ms=None):
+        sizes = Sizes(slots, pages, pages * PAGE, (slots,), chunks, snapshots, rows)
         self.device = FakeSteps(sizes, window=WINDOW, page=PAGE, ring=RING)
         self.scheduler = Scheduler(
-            slots, pages, PAGE, chunks, budget, snapshots=snapshots, window=WINDOW, ring=RING, interval=interval
+            slots,
+            pages,
+            PAGE,
+            chunks,
+            budget,
+            snapshots=snapshots,
+            window=WINDOW,
+            ring=RING,
+            interval=interval,
+            rows=rows,
+            max_ms=ms,
         )
         self.lag = lag
         self.pending = collections.deque()
@@ -58,11 +69,17 @@ class Rig:
                     self.device.copy_page(source, target)
                 case Save(slot, index):
                     self.device.save(slot, index)
-                case Chunk(request, start, count, final):
-                    assert start + count <= len(request.pages) * PAGE
-                    token, _ = self.device.prefill(request.slice(start, start + count), request.slot, start, final)
-                    if final:
-                        drawn.append((request, request.epoch, int(token[0])))
+                case Prefill(pieces):
+                    assert all(p.start + p.count <= len(p.request.pages) * PAGE for p in pieces)
+                    tokens, _ = self.device.prefill(
+                        [
+                            (p.request.slice(p.start, p.start + p.count), p.request.slot, p.start, p.final)
+                            for p in pieces
+                        ]
+                    )
+                    finals = [p.request for p in pieces if p.final]
+                    assert all(p.final for p in pieces[: len(finals)])
+                    drawn += [(r, r.epoch, int(t)) for r, t in zip(finals, tokens, strict=False)]
         return drawn
 
     def step(self):
@@ -74,7 +91,8 @@ class Rig:
         if plan.decode:
             tokens, _ = self.device.decode([r.slot for r in plan.decode])
             drawn += [(r, r.epoch, int(t)) for r, t in zip(plan.decode, tokens, strict=True)]
-        assert sum(c.count for c in plan.chunks) <= self.scheduler.budget
+        assert sum(p.count for p in plan.pieces) <= self.scheduler.budget
+        assert sum(type(op) is Prefill for op in plan.ops) <= 1
         self.check()
         self.pending.append(drawn)
         while len(self.pending) > self.lag or (plan.empty and self.pending):
@@ -148,10 +166,13 @@ def random_prompt(rng, stems, longest):
     snapshots=st.sampled_from([0, 1, 2, 6]),
     lag=st.integers(0, 2),
     aborts=st.sampled_from([0.0, 0.05, 0.3]),
+    rows=st.integers(1, 4),
+    ms=st.sampled_from([None, 0.0, 8.03, 8.1]),
 )
-def test_every_request_says_what_it_says_alone(seed, slots, pages, chunks, share, snapshots, lag, aborts):
+def test_every_request_says_what_it_says_alone(seed, slots, pages, chunks, share, snapshots, lag, aborts, rows, ms):
     rng = random.Random(seed)
-    rig = Rig(slots, pages, chunks, chunks[-1] * share, snapshots, lag, interval=rng.choice([4, 12, 1000]))
+    budget, interval = -(-chunks[-1] // share), rng.choice([4, 12, 1000])
+    rig = Rig(slots, pages, chunks, budget, snapshots, lag, interval=interval, rows=rows, ms=ms)
     capacity = rig.scheduler.capacity()
     stems = [[rng.randrange(3) for _ in range(capacity)] for _ in range(2)]
     requests, finished, busy = [], [], True
@@ -266,7 +287,7 @@ def test_a_long_prompt_does_not_hold_up_a_short_one_nor_the_other_way_round():
 
 
 def test_a_running_stream_waits_for_one_budget_of_prefill_at_most():
-    """A prompt of 100 pieces joins three streams: between two steps of theirs never more than one piece."""
+    """A prompt of 100 pieces joins three streams: between two steps of theirs never more than one step's tokens."""
     rig = Rig(slots=8, pages=300, chunks=(2, 8), snapshots=0, lag=1)
     streams = [rig.add(Request(f"s{i}", (i,), 150)) for i in range(3)]
     for _ in range(5):
@@ -276,25 +297,128 @@ def test_a_running_stream_waits_for_one_budget_of_prefill_at_most():
         rig.add(Request(f"short{i}", (8, i, i), 9))
     for _ in range(100):
         rig.step()
-        padded = sum(2 if c.count <= 2 else 8 for c in rig.plan.chunks)
-        assert padded <= 8
-        assert len(rig.plan.chunks) <= 4
+        assert sum(p.count for p in rig.plan.pieces) <= 8
         assert {s for s in streams if not s.exhausted} <= set(rig.plan.decode)
     rig.run()
 
 
-def test_budgets_of_several_pieces_are_shared():
-    rig = Rig(slots=6, pages=100, chunks=(2, 8), budget=16, snapshots=0)
+def test_a_step_takes_pieces_of_several_requests():
+    rig = Rig(slots=6, pages=100, chunks=(2, 16), snapshots=0)
     for i in range(3):
         rig.add(Request(f"r{i}", (i,) * 30, 31))
     rig.step()
-    assert [(c.request.id, c.count) for c in rig.plan.chunks] == [("r0", 8), ("r0", 8)]
+    # Half for the oldest, half for those with the fewest left.
+    assert [(p.request.id, p.count) for p in rig.plan.pieces] == [("r1", 8), ("r0", 8)]
     for n in (1, 2, 3):
         rig.add(Request(f"tiny{n}", (9,) * n, n + 1))
     rig.step()
-    # The fewest tokens first. A piece costs a quarter of the budget at least, or its padded length: 4 + 4 + 8.
-    assert [c.count for c in rig.plan.chunks] == [1, 2, 3]
+    # The short ones end with the next step, and the oldest has its half and what they leave.
+    assert [(p.request.id, p.count, p.final) for p in rig.plan.pieces] == [
+        ("tiny1", 1, True),
+        ("tiny2", 2, True),
+        ("tiny3", 3, True),
+        ("r1", 2, False),
+        ("r0", 8, False),
+    ]
     rig.run()
+
+
+def test_a_step_takes_no_more_pieces_than_it_has_rows_and_the_oldest_is_one():
+    rig = Rig(slots=6, pages=100, chunks=(64,), snapshots=0, rows=3)
+    rig.add(Request("long", (1,) * 200, 201))
+    for i in range(5):
+        rig.add(Request(f"short{i}", (2, i), 3))
+    rig.step()
+    assert [(p.request.id, p.count) for p in rig.plan.pieces] == [("short0", 2), ("short1", 2), ("long", 48)]
+    rig.run()
+
+
+def test_a_short_prompt_gets_in_with_the_next_step_of_a_long_one():
+    rig = Rig(slots=4, pages=2000, chunks=(256, 1024), snapshots=0, lag=0)
+    long = rig.add(Request("long", (1,) * 6000, 6001))
+    for i in range(2):
+        rig.step()
+        short = rig.add(Request(f"short{i}", (2,) * 26, 27))
+        before = long.prefilled
+        rig.step()
+        assert short.ended
+        assert long.prefilled - before == (1024 - 26) // 64 * 64
+    rig.run()
+
+
+def test_snapshots_are_saved_behind_the_step_that_holds_their_piece():
+    rig = Rig(slots=3, pages=100, chunks=(16,), snapshots=8, interval=8)
+    for i in range(3):
+        rig.add(Request(f"r{i}", (i,) * 24, 26))
+    saves = 0
+    while rig.step():
+        kinds = [type(op) for op in rig.plan.ops]
+        if Prefill in kinds:
+            first = kinds.index(Prefill)
+            assert set(kinds[:first]) <= {Admit}
+            assert set(kinds[first + 1 :]) <= {Save}
+            saves += len(kinds) - first - 1
+    assert saves >= 3
+
+
+def test_beside_a_stream_a_step_takes_its_milliseconds():
+    """The same work is done in whole tiles, fewer the further a prompt has come, and never none."""
+    rig = Rig(slots=3, pages=30_000, chunks=(1024,), snapshots=0, ms=16.0)
+    rig.add(Request("stream", (1,), 2000))
+    rig.step()
+    long = rig.add(Request("long", (2,) * 100_000, 100_001))
+    counts = []
+    while not long.decoding and len(counts) < 400:
+        start = long.prefilled
+        rig.step()
+        counts.append(long.prefilled - start)
+        if counts[-1] > 64:
+            assert rig.scheduler.cost.ms([(start, counts[-1])]) <= 16.0
+    assert counts[0] == 640  # (16 - 8) / 0.012, in whole tiles
+    assert counts[-2] == 128
+    assert all(c % 64 == 0 for c in counts[:-1])
+    rig.scheduler.max_ms = 0.0
+    rig.add(Request("other", (3,) * 200, 201))
+    rig.step()
+    assert [p.count for p in rig.plan.pieces] == [64]
+
+
+def test_with_nothing_decoding_a_step_is_as_long_as_it_can_be():
+    rig = Rig(slots=3, pages=2000, chunks=(1024,), snapshots=0, ms=16.0)
+    rig.add(Request("long", (2,) * 4000, 4001))
+    rig.step()
+    assert [p.count for p in rig.plan.pieces] == [1024]
+
+
+# -- what a step costs -------------------------------------------------------------------------------------------------
+
+
+def test_the_cost_of_a_step_is_learnt():
+    cost = PrefillCost()
+    assert cost.ms([(0, 1000)]) == pytest.approx(20)
+    assert cost.ms([(100_000, 1000), (0, 1000)]) == pytest.approx(8 + 24 + 45)
+    cost.learn([(0, 1000)], 200.0)
+    assert cost.ms([(0, 1000)]) == pytest.approx(200)
+    for _ in range(40):
+        cost.learn([(0, 1000)], 10.0)
+    assert cost.ms([(0, 1000)]) == pytest.approx(10, rel=0.02)
+    cost.learn([(0, 1000)], 1e6)  # the host was busy
+    assert cost.ms([(0, 1000)]) < 60
+    for _ in range(10):
+        cost.learn([(0, 1000)], 10.0)
+    assert cost.ms([(0, 1000)]) < 16
+
+
+def test_programs_of_one_piece_pay_the_fixed_part_each():
+    assert PrefillCost(packed=False).ms([(0, 1000), (0, 1000)]) == pytest.approx(16 + 24)
+    rig = Rig(slots=4, pages=2000, chunks=(1024,), snapshots=0, ms=20.0)
+    rig.scheduler.cost.packed = False
+    rig.add(Request("stream", (1,), 2000))
+    rig.step()
+    for i in range(3):
+        rig.add(Request(f"r{i}", (2, i) * 40, 81))
+    rig.step()
+    assert len(rig.plan.pieces) == 2
 
 
 # -- limits ------------------------------------------------------------------------------------------------------------

@@ -44,7 +44,7 @@ class Driver:
         while start < len(ids):
             count = min(chunks[turn % len(chunks)], len(ids) - start)
             final = start + count == len(ids)
-            _, logits = self.steps.prefill(ids[start : start + count], slot, start, final)
+            _, logits = self.steps.prefill([(ids[start : start + count], slot, start, final)])
             start, turn = start + count, turn + 1
             out[start - 1] = np.asarray(logits)[0]
         return out

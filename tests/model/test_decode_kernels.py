@@ -65,7 +65,7 @@ def replies(made, prompts, count):
     for slot, prompt in enumerate(prompts):
         made.admit(slot, sampling.slot_row(params, prompt, CONFIG.vocab_size, (), 0), 699)
         for start in range(0, len(prompt), 64):
-            made.prefill(prompt[start : start + 64], slot, start, start + 64 >= len(prompt))
+            made.prefill([(prompt[start : start + 64], slot, start, start + 64 >= len(prompt))])
     # Read before the next step takes the logits' buffer.
     out = [tuple(np.array(x) for x in made.decode(list(range(len(prompts))), True)) for _ in range(count)]
     return np.stack([tokens for tokens, _ in out]), np.stack([logits for _, logits in out])

@@ -55,7 +55,7 @@ def test_no_compilation_after_compile(steps):
         steps.admit(0, row, 400)
         for start in range(0, length, 16):
             ids = np.arange(start, min(start + 16, length)) % 320
-            steps.prefill(ids, 0, start, start + 16 >= length)
+            steps.prefill([(ids, 0, start, start + 16 >= length)])
         for _ in range(3):
             tokens, logits = steps.decode([0])
             steps.logprobs(logits, tokens)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 
 from flint_jax.engine import Event, TokenLogprob
 from flint_jax.errors import RequestError
+from flint_jax.jobs import Progress
 
 EOS = 487  # <|user|> of the T2 vocabulary
 
@@ -51,6 +52,7 @@ class _Request:
     admitted_at: float | None = None
     started: bool = False
     sent: int = 0
+    progress: list[Progress] = dataclasses.field(default_factory=list)  # to tell before the first token
 
 
 class FakeEngine:
@@ -86,6 +88,7 @@ class FakeEngine:
         cache_salt=None,
         prompt_logprobs=None,
         generate=True,
+        report_progress=False,
     ) -> str:
         if self.failed is not None or self._stopping:
             raise RuntimeError("the engine has stopped")
@@ -101,6 +104,8 @@ class FakeEngine:
         name = request_id or f"request-{next(self._names)}"
         request = _Request(name, prompt, params, on_event, self.script(prompt, params), constraint, cache_salt)
         request.prompt_logprobs, request.generate = prompt_logprobs, generate
+        if report_progress:
+            request.progress = [Progress(len(prompt), 1, n, 0.0125) for n in (len(prompt) // 2, len(prompt))]
         with self._lock:
             self.submitted.append(request)
             self._waiting.append(request)
@@ -131,6 +136,12 @@ class FakeEngine:
                 "free_slots": self.slots - len(self._running),
                 "slots": self.slots,
             }
+
+    def progress(self) -> dict[str, Progress]:
+        """Those that wait for their gate, at half."""
+        with self._lock:
+            gated = [r for r in self._running if r.script.gate is not None and not r.script.gate.is_set()]
+            return {r.id: Progress(len(r.prompt), 0, len(r.prompt) // 2, 1.5) for r in gated}
 
     # -- for tests ---------------------------------------------------------------------------------------------------
 
@@ -184,6 +195,9 @@ class FakeEngine:
         if time.monotonic() < r.due or (script.gate is not None and not script.gate.is_set()):
             return False
         r.due = time.monotonic() + script.token_s
+        if r.progress:
+            self._tell_progress(r)
+            return True
         if not r.generate:
             self._end(r, finish_reason="length")
             return True
@@ -231,6 +245,10 @@ class FakeEngine:
                 **how,
             )
         )
+
+    def _tell_progress(self, r: _Request) -> None:
+        progress = r.progress.pop(0)
+        r.on_event(Event(r.id, prompt_tokens=len(r.prompt), admitted_at=r.admitted_at, progress=progress))
 
     @staticmethod
     def _logprob(token: int, top: int) -> TokenLogprob:

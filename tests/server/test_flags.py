@@ -46,6 +46,17 @@ def test_a_copied_vllm_command_works():
     assert all("is ignored: " in w for w in warnings)
 
 
+@pytest.mark.parametrize(("given", "value"), [((), 40.0), (("25.5",), 25.5), (("0",), None)])
+def test_milliseconds_of_prefill_beside_a_stream(given, value):
+    model, _, _ = parse(["m", *(x for v in given for x in ("--max-prefill-ms", v))])
+    assert model.max_prefill_ms == value
+
+
+def test_milliseconds_of_prefill_are_a_time():
+    with pytest.raises(FlagError, match="milliseconds from 0 to 60000"):
+        parse(["m", "--max-prefill-ms", "-1"])
+
+
 @pytest.mark.parametrize(
     ("text", "length"),
     [("32768", 32768), ("32k", 32000), ("32K", 32768), ("1.5k", 1500), ("1M", 1 << 20), ("auto", None)],

@@ -178,11 +178,11 @@ def test_an_open_mask_changes_nothing(engine):
 def test_a_token_drawn_again_counts_once(steps):
     row = sampling.slot_row(FREE, (5, 6, 7), 512, (), 0)
     steps.admit(1, row, 400)
-    _, logits = steps.prefill((5, 6, 7), 1, 0, True)
-    mask = np.zeros((1, 16), np.int32)
+    _, logits = steps.prefill([((5, 6, 7), 1, 0, True)])
+    mask = np.zeros((logits.shape[0], 16), np.int32)
     mask[0, 3] = 1 << 9
     for _ in range(2):  # however often
-        assert steps.redraw([1], logits, mask).tolist() == [3 * 32 + 9]
+        assert steps.redraw([1], logits, mask)[0] == 3 * 32 + 9
         state = steps.state.sampling
         assert (int(state.generated[1]), int(state.out_count[1].sum())) == (1, 1)
         assert int(state.out_count[1, 105]) == 1
