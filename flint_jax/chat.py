@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from typing import Any, Protocol
 
@@ -261,6 +261,7 @@ def prepare_chat(
     continue_final_message: bool = False,
     parse_special_in_content: bool = False,
     chat_template_kwargs: Mapping[str, Any] | None = None,
+    accept: Callable[[str], None] | None = None,
 ) -> ChatPrompt:
     """Render and encode a chat. Nothing is put in front but what the template writes.
 
@@ -270,7 +271,8 @@ def prepare_chat(
     parse_special_in_content: True encodes the rendered text as a whole, so that control tokens in messages and tool
     definitions act as such (transformers' way). False encodes them as ordinary text; only ``<think>`` and ``</think>``
     keep their meaning, and only in an assistant message's content, where clients send earlier thoughts back.
-    chat_template_kwargs: further template variables, such as ``enable_thinking``.
+    chat_template_kwargs: further template variables, such as ``enable_thinking``. accept: called with the rendered
+    text before it is encoded, which takes much longer; raises for one that is too long.
 
     Raises RequestError for messages that are malformed or that the template refuses.
     """
@@ -286,6 +288,8 @@ def prepare_chat(
         normal = _open_ended(normal, add_generation_prompt)
     if parse_special_in_content:
         text = _cut(template._render(normal, tools, documents, add_generation_prompt, kwargs), continue_final_message)
+        if accept is not None:
+            accept(text)
         return ChatPrompt(text, tokenizer.encode(text))
     breaker = _Breaker(tokenizer.added_tokens)
     marked = template._render(
@@ -297,6 +301,8 @@ def prepare_chat(
     )
     marked = _cut(marked, continue_final_message)
     text = marked.replace(_MARK, "")
+    if accept is not None:
+        accept(text)
     if not breaker.used:
         return ChatPrompt(text, tokenizer.encode(text))
     ids: list[int] = []

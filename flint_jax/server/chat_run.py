@@ -139,10 +139,11 @@ class Writer(abc.ABC):
 async def respond(request: Request, kind: type[Writer]) -> Response:
     """Answer a request in one protocol."""
     state: ServerState = request.app.state.server
-    fields = await read_object(request, state.settings.max_request_bytes)
+    fields = await read_object(request, state)
     ask, options = kind.read(fields, state)
     log_unknown(fields, kind.IGNORED)
-    run = await _prepare(ask, state, kind)
+    state.refuse_when_full(ask.sampling.n)
+    run = await state.preparing.run(_prepare(ask, state, kind), request.receive)
     writer = kind(run, options)
     job = state.open_job(ask.sampling.n)
     try:
@@ -159,7 +160,7 @@ async def respond(request: Request, kind: type[Writer]) -> Response:
 
 async def _prepare(ask: Ask, state: ServerState, kind: type[Writer]) -> Run:
     served, conversation = state.served, ask.conversation
-    prompt = await render(conversation, served, state.settings)
+    prompt = await render(conversation, served, state.settings, wanted=1)
     forced = Forced(
         tools=conversation.choice.callable(conversation.tools),
         choice=conversation.choice,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 import uuid
 from collections.abc import AsyncIterator
@@ -17,13 +18,13 @@ from flint_jax.server.choices import Choice, Piece, Token
 from flint_jax.server.errors import bad_request
 from flint_jax.server.forced import Forced, constraint, read_format, read_structured
 from flint_jax.server.jobs import Job
+from flint_jax.server.lengths import check_length, check_text
 from flint_jax.server.logprobs import completion_logprobs, prompt_logprobs, prompt_tokens
 from flint_jax.server.models import reply_name
 from flint_jax.server.replies import JsonReply
-from flint_jax.server.running import COMPILES, encode_text, finished, off_loop, pieces
+from flint_jax.server.running import COMPILES, encode_text, finished, look, off_loop, pieces
 from flint_jax.server.sampling_fields import (
     Sampling,
-    check_length,
     check_token_ids,
     read_prompt_logprobs,
     read_sampling,
@@ -72,8 +73,8 @@ async def completions(request: Request) -> Response:
     """Answer a text completion."""
     state: ServerState = request.app.state.server
     served = state.served
-    fields = await read_object(request, state.settings.max_request_bytes)
-    plan = await _read(fields, state, served)
+    fields = await read_object(request, state)
+    plan = await state.preparing.run(_read(fields, state, served), request.receive)
     log_unknown(fields, _IGNORED)
     reply = _Reply(served, plan)
     job = state.open_job(len(plan.prompts) * plan.n if plan.runs else 0)
@@ -112,12 +113,19 @@ async def _read(fields: Fields, state: ServerState, served: ServedModel) -> _Pla
     given = _prompts(fields, served)
     if len(given) * sampling.n > _MAX_CHOICES:
         raise fields.error("prompt", f"has {len(given)} prompts of {sampling.n} choices; at most {_MAX_CHOICES} in all")
+    if max_tokens or scores is not None:
+        state.refuse_when_full(len(given) * sampling.n, prepared=1)
     special = fields.boolean("add_special_tokens", True)
-    prompts = [await encode_text(served, p, special) if isinstance(p, str) else p for p in given]
+    wanted_tokens = 1 if max_tokens else 0
+    fits = functools.partial(check_text, served, wanted=wanted_tokens, param="prompt", look=look)
+    for ids in given:
+        if not isinstance(ids, str):
+            check_length(served, len(ids), wanted=wanted_tokens, param="prompt")
+    prompts = [await encode_text(served, p, special, fits) if isinstance(p, str) else p for p in given]
     for ids in prompts:
         if not ids and (max_tokens or scores is not None):
             raise fields.error("prompt", "is empty: there is no token to continue from")
-        check_length(served, len(ids), wanted=1 if max_tokens else 0, param="prompt")
+        check_length(served, len(ids), wanted=wanted_tokens, param="prompt")
     echoes = None
     if echo:
         echoes = [p if isinstance(p, str) else served.tokenizer.decode(p) for p in given]

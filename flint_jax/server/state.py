@@ -11,6 +11,7 @@ from typing import Any
 
 from flint_jax.server.errors import ApiError
 from flint_jax.server.jobs import Job
+from flint_jax.server.preparing import Preparations
 from flint_jax.server.records import Timings
 from flint_jax.server.settings import ServerSettings
 
@@ -63,6 +64,7 @@ class ServerState:
         self.detail = "starting"
         self.served: ServedModel | None = None
         self.jobs: set[Job] = set()
+        self.preparing = Preparations()
         self.timings = Timings()
 
     def progress(self, detail: str) -> None:
@@ -84,7 +86,9 @@ class ServerState:
 
     def close_jobs(self) -> None:
         """End what is still running with an error, for a shutdown that has waited long enough."""
-        self._fail_jobs(ApiError(503, "the server is shutting down", code="shutting_down"))
+        error = ApiError(503, "the server is shutting down", code="shutting_down")
+        self.preparing.close(error)
+        self._fail_jobs(error)
 
     def refusal(self) -> ApiError | None:
         """Why no request can be served now, or None."""
@@ -96,14 +100,14 @@ class ServerState:
             return engine_failed()
         return None
 
-    def open_job(self, choices: int) -> Job:
-        """A job for one HTTP request that will submit ``choices`` requests to the engine. Close it.
-
-        Raises ApiError 429 when the queue is full.
+    def refuse_when_full(self, choices: int, *, prepared: int = 0) -> None:
+        """Raise ApiError 429 when a request of so many choices would find the queue full: before its text is encoded.
+        Requests that are being prepared count, too; prepared: 1 when this one is among them.
         """
-        assert self.served is not None
+        self._check_room(choices, sum(len(job) for job in self.jobs) + len(self.preparing) - prepared)
+
+    def _check_room(self, choices: int, active: int) -> None:
         limit = self.settings.max_queued
-        active = sum(len(job) for job in self.jobs)
         # a request of more choices than the queue holds is let in when it is alone
         if limit is not None and active and active + choices > self.served.max_num_seqs + limit:
             self.timings.rejected += 1
@@ -113,6 +117,14 @@ class ServerState:
                 f"{limit} waiting (--max-num-queued-reqs)",
                 code="queue_full",
             )
+
+    def open_job(self, choices: int) -> Job:
+        """A job for one HTTP request that will submit ``choices`` requests to the engine. Close it.
+
+        Raises ApiError 429 when the queue is full.
+        """
+        assert self.served is not None
+        self._check_room(choices, sum(len(job) for job in self.jobs))
         job = Job(
             self.served.engine,
             choices,
