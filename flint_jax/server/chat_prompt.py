@@ -47,7 +47,7 @@ class Conversation:
 class Prompt:
     """Token ids, where in the grammar the output begins, and whether the model may think."""
 
-    ids: list[int]
+    ids: Sequence[int]
     start: State
     thinking: bool
 

@@ -24,6 +24,7 @@ from flint_jax.server.choices import Choice, Piece
 from flint_jax.server.errors import ApiError
 from flint_jax.server.forced import NAMED, Forced, Structured, check_end_of_thought, constraint
 from flint_jax.server.jobs import Job
+from flint_jax.server.lengths import check_length
 from flint_jax.server.replies import JsonReply
 from flint_jax.server.running import COMPILES, finished, off_loop, pieces
 from flint_jax.server.sampling_fields import Sampling
@@ -161,6 +162,8 @@ async def respond(request: Request, kind: type[Writer]) -> Response:
 async def _prepare(ask: Ask, state: ServerState, kind: type[Writer]) -> Run:
     served, conversation = state.served, ask.conversation
     prompt = await render(conversation, served, state.settings, wanted=1)
+    check_length(served, len(prompt.ids), wanted=1, param=conversation.param)
+    prompt = dataclasses.replace(prompt, ids=await off_loop(len(prompt.ids), served.checked, prompt.ids))
     forced = Forced(
         tools=conversation.choice.callable(conversation.tools),
         choice=conversation.choice,

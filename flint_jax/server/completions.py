@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from starlette.requests import Request
@@ -32,6 +32,7 @@ from flint_jax.server.sampling_fields import (
 )
 from flint_jax.server.state import ServedModel, ServerState
 from flint_jax.server.usage import usage
+from flint_jax.text import unfinished
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's, and only for this route
 _MAX_CHOICES = 4096  # prompts times n in one request
@@ -48,7 +49,7 @@ class _Plan:
     """
 
     name: str
-    prompts: list[list[int]]
+    prompts: list[Sequence[int]]
     echoes: list[str] | None
     sampling: Sampling
     generate: bool
@@ -110,7 +111,8 @@ async def _read(fields: Fields, state: ServerState, served: ServedModel) -> _Pla
     scores = max((n for n in wanted if n is not None), default=None)
     forced = Forced(format=read_format(fields), structured=read_structured(fields), thinking=False)
     held = await off_loop(COMPILES if forced.must else 0, constraint, served, forced)
-    given = _prompts(fields, served)
+    value = fields.raw("prompt")
+    given = await off_loop(len(value) if isinstance(value, list) else 0, _prompts, fields, served)
     if len(given) * sampling.n > _MAX_CHOICES:
         raise fields.error("prompt", f"has {len(given)} prompts of {sampling.n} choices; at most {_MAX_CHOICES} in all")
     if max_tokens or scores is not None:
@@ -126,9 +128,16 @@ async def _read(fields: Fields, state: ServerState, served: ServedModel) -> _Pla
         if not ids and (max_tokens or scores is not None):
             raise fields.error("prompt", "is empty: there is no token to continue from")
         check_length(served, len(ids), wanted=wanted_tokens, param="prompt")
+    if max_tokens or scores is not None:
+        prompts = [await off_loop(len(ids), served.checked, ids) for ids in prompts]
     echoes = None
     if echo:
         echoes = [p if isinstance(p, str) else served.tokenizer.decode(p) for p in given]
+        if max_tokens:  # a character that a prompt ends within comes with the output
+            echoes = [
+                text.removesuffix("\ufffd") if unfinished(served.tokenizer, ids) else text
+                for text, ids in zip(echoes, prompts, strict=True)
+            ]
     return _Plan(
         name=name,
         prompts=prompts,
@@ -174,7 +183,11 @@ class _Reply:
             "created": int(time.time()),
             "model": plan.name,
         }
-        self._choices = [Choice(i, served.tokenizer, plan.sampling.text) for i in range(len(plan.prompts) * plan.n)]
+        begun = [unfinished(served.tokenizer, ids) for ids in plan.prompts]
+        self._choices = [
+            Choice(i, served.tokenizer, plan.sampling.text, begun=begun[i // plan.n], echoed=plan.echoes is not None)
+            for i in range(len(plan.prompts) * plan.n)
+        ]
 
     def submit(self, job: Job) -> None:
         """Hand every prompt to the engine, n times."""
@@ -261,7 +274,7 @@ class _Reply:
             e and dataclasses.replace(e, top=e.top[: plan.logprobs]) for e in self._choices[index].prompt_logprobs
         ]
         ids = plan.prompts[index // plan.n]
-        return prompt_tokens(self._served.tokenizer, ids, entries, self._echo(index))
+        return prompt_tokens(self._served.tokenizer, ids, entries, self._echo(index), whole=not plan.generate)
 
     def _usage(self) -> dict[str, Any]:
         return usage([len(p) for p in self._plan.prompts], self._choices, self._plan.n, thoughts=False)

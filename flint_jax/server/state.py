@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from flint_jax.server.errors import ApiError
@@ -14,6 +14,7 @@ from flint_jax.server.jobs import Job
 from flint_jax.server.preparing import Preparations
 from flint_jax.server.records import Timings
 from flint_jax.server.settings import ServerSettings
+from flint_jax.server.watchdog import Watchdog
 
 log = logging.getLogger("flint_jax.server")
 
@@ -49,6 +50,13 @@ class ServedModel:
     compilations: Any = None
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
 
+    def checked(self, ids: Sequence[int]) -> Sequence[int]:
+        """A prompt in the form that ``engine.submit`` takes without looking at each token again: once for all choices,
+        and off the loop. Raises RequestError.
+        """
+        check = getattr(self.engine, "checked", None)
+        return ids if check is None else check(ids)
+
     @property
     def max_model_len(self) -> int:
         """Tokens of prompt and output together."""
@@ -65,6 +73,7 @@ class ServerState:
         self.served: ServedModel | None = None
         self.jobs: set[Job] = set()
         self.preparing = Preparations()
+        self.watchdog = Watchdog(settings.stall_timeout_s)
         self.timings = Timings()
 
     def progress(self, detail: str) -> None:
@@ -118,6 +127,11 @@ class ServerState:
                 code="queue_full",
             )
 
+    @property
+    def healthy(self) -> bool:
+        """Whether requests are answered: there is a model, and its engine moves."""
+        return self.phase == READY and not self.watchdog.stalled_s
+
     def open_job(self, choices: int) -> Job:
         """A job for one HTTP request that will submit ``choices`` requests to the engine. Close it.
 
@@ -141,12 +155,14 @@ class ServerState:
             log_request(job)
 
     async def watch(self) -> None:
-        """Notice an engine that died, so that nobody waits for it. Runs as long as the server."""
+        """Notice an engine that died or stands still, so that nobody waits for it. Runs as long as the server."""
         while True:
             await asyncio.sleep(_WATCH_S)
             failed = self.served and getattr(self.served.engine, "failed", None)
             if failed is not None and self.phase != FAILED:
                 self.set_failed(failed)
+            if self.served is not None:
+                self.watchdog.look(self.served.engine.stats(), time.monotonic())
 
     def _fail_jobs(self, error: ApiError) -> None:
         for job in list(self.jobs):

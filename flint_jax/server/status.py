@@ -14,10 +14,13 @@ from flint_jax.server.state import READY, ServerState
 async def health(request: Request) -> Response:
     """200 once requests are answered, else 503; the body says what is going on. Needs no key."""
     state: ServerState = request.app.state.server
-    body = {"status": state.phase}
-    if state.detail:
+    stalled = state.watchdog.stalled_s if state.phase == READY else 0.0
+    body = {"status": "stalled" if stalled else state.phase}
+    if stalled:
+        body["detail"] = f"requests wait, and the engine has done nothing for {stalled:.0f} s"
+    elif state.detail:
         body["detail"] = state.detail
-    if state.phase == READY:
+    if state.healthy:
         return JsonReply(body | {"engine": state.served.engine.stats()})
     return JsonReply(body, 503, {"retry-after": str(RETRY_AFTER_S)})
 
