@@ -232,6 +232,7 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
 # marks removed. The template may strip, split or join the strings as it likes. The mark is a noncharacter that text
 # has no business with; one that is there all the same is removed from it.
 _MARK = "\ufdd0"
+_LARGE = 1 << 18  # characters of messages from which on their length is looked at twice
 _CUT = "\ufdd1"  # ends a message that the output is to continue; what the template writes after it is left out
 
 
@@ -291,6 +292,10 @@ def prepare_chat(
         if accept is not None:
             accept(text)
         return ChatPrompt(text, tokenizer.encode(text))
+    if accept is not None and _characters(normal, _LARGE) > _LARGE:
+        # Breaking control tokens costs more than rendering: what is too long without the marks is not broken.
+        plain = template._render(normal, tools, documents, add_generation_prompt, kwargs)
+        accept(_cut(plain, continue_final_message))
     breaker = _Breaker(tokenizer.added_tokens)
     marked = template._render(
         [breaker.message(m) for m in normal],
@@ -309,6 +314,19 @@ def prepare_chat(
     for piece in tokenizer.pieces(marked):
         ids += [piece] if isinstance(piece, int) else tokenizer.encode(piece.replace(_MARK, ""), special=False)
     return ChatPrompt(text, ids)
+
+
+def _characters(value: Any, enough: int) -> int:
+    """Characters in all strings of a value, or more than ``enough``."""
+    if isinstance(value, str):
+        return len(value)
+    items = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
+    total = 0
+    for item in items:
+        total += _characters(item, enough - total)
+        if total > enough:
+            break
+    return total
 
 
 def _open_ended(messages: list[dict[str, Any]], add_generation_prompt: bool) -> list[dict[str, Any]]:

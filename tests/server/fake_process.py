@@ -29,7 +29,8 @@ HI = {"messages": [{"role": "user", "content": "hi"}], "stream": True}
 class Process:
     """A server process. load_s: seconds of loading; load_error: "checkpoint" or "bug"; the rest as in ServerSettings.
 
-    stop_s: seconds that the engine takes to come to the end of its step. err: file that gets what it prints. deaf: nobody reads its standard output any more.
+    stop_s: seconds that the engine takes to come to the end of its step. err: file that gets what it prints.
+    deaf: nobody reads its standard output any more.
     """
 
     def __init__(

@@ -65,6 +65,16 @@ def test_a_text_that_cannot_fit_is_never_encoded(server, counted, path, body):
     assert not server.engine.submitted
 
 
+@pytest.mark.parametrize("role", ["user", "assistant"])
+def test_a_long_text_of_control_tokens_is_refused_as_fast(server, counted, role):
+    text = "<|user|></think>" * 1_250_000
+    started = time.monotonic()
+    messages = [{"role": role, "content": text}, {"role": "user", "content": "x"}]
+    assert server.chat(messages=messages).json()["error"]["code"] == "context_length_exceeded"
+    assert time.monotonic() - started < 4
+    assert counted.seen < 100
+
+
 def test_the_longest_token_bounds_the_tokens_of_any_text():
     longest = lengths.longest_token(tokenizer())
     for text in ("a", "The harbour was quiet.", "äöü" * 50, " " * 999, "<|user|>" * 9, "\n\t" * 33):
