@@ -185,7 +185,8 @@ class _Process:
             _leave_now(128 + number)
         if self.server.should_exit:
             return
-        running, seconds = len(self.state.jobs), self.settings.shutdown_timeout_s
+        running = len(self.state.jobs) + len(self.state.preparing)
+        seconds = self.settings.shutdown_timeout_s
         self.state.set_stopping()
         self.server.should_exit = True
         self._loop.call_later(seconds, self.state.close_jobs)
