@@ -17,9 +17,9 @@ import numpy as np
 from flint_jax import masks, sampling, sampling_params
 from flint_jax.cache import PAGE, ring_size
 from flint_jax.errors import FlintError, RequestError
-from flint_jax.jobs import Event, Job, Prompt, Result, token_limit
+from flint_jax.jobs import Event, Job, Result, token_limit
 from flint_jax.logprobs import PromptLogprobs, TokenLogprob, token_logprob
-from flint_jax.plan import Admit, Chunk, CopyPage, Op, Plan, Request, Restore, Save
+from flint_jax.plan import Admit, Chunk, CopyPage, Op, Plan, Prompt, Request, Restore, Save
 from flint_jax.sampling_params import SamplingParams
 from flint_jax.scheduler import Scheduler
 from flint_jax.step import Steps

@@ -3,35 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from flint_jax import masks
 from flint_jax.errors import RequestError
 from flint_jax.logprobs import PromptLogprobs, TokenLogprob
 from flint_jax.plan import Request
 from flint_jax.sampling_params import SamplingParams
-
-
-class Prompt(tuple):
-    """Token ids 0 to ``rows`` - 1, checked: ``Engine.submit`` need not look at each of them again."""
-
-    rows: int
-
-    @classmethod
-    def of(cls, ids: Iterable[int], rows: int) -> Prompt:
-        """Raises RequestError for an id outside [0, rows)."""
-        ids = tuple(ids)
-        if set(map(type, ids)) - {int}:
-            ids = tuple(map(int, ids))
-        if ids and not (max(ids) < rows and min(ids) >= 0):
-            raise RequestError(
-                f"the prompt holds token ids outside the vocabulary, 0 to {rows - 1}",
-                param="prompt",
-                code="invalid_value",
-            )
-        made = cls(ids)
-        made.rows = rows
-        return made
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,7 @@ import pytest
 
 from flint_jax.engine import Engine
 from flint_jax.errors import RequestError
-from flint_jax.jobs import Prompt
+from flint_jax.plan import Prompt
 from flint_jax.sampling_params import SamplingParams
 from flint_jax.step import Sizes
 from tests.engine.fake_steps import VOCABULARY, FakeSteps, next_token, reply
@@ -413,10 +413,12 @@ def test_a_checked_prompt_costs_nothing_for_its_length():
             return super().__iter__()
 
     watched = Watched(prompt)
-    watched.rows = prompt.rows
+    watched.rows, watched.packed = prompt.rows, prompt.packed
     sink = Sink()
     engine.submit(watched, GREEDY.replace(max_tokens=3), on_event=sink)
     assert not iterated
+    (job,) = engine._jobs.values()
+    assert job.request._prompt_bytes is prompt.packed  # nor converted once more
     run(engine)
     assert sink.tokens == reply(list(prompt), 3, WINDOW)
     for wrong in ([-1], [10**6], [3, 10**6]):

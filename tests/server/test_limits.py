@@ -150,6 +150,20 @@ def test_a_full_queue_refuses_before_encoding():
         caller.hang_up()
 
 
+@pytest.mark.parametrize(("path", "body"), [*ROUTES[:2], ("/v1/completions", lambda text: {"prompt": [[5, 6], [7]]})])
+def test_a_prompt_is_checked_once_for_all_choices(server, monkeypatch, path, body):
+    made = []
+
+    def checked(ids):
+        made.append(tuple(ids))
+        return made[-1]
+
+    monkeypatch.setattr(server.engine, "checked", checked, raising=False)
+    assert server.post(path, body("hi") | {"n": 4}).is_success
+    assert len(server.engine.submitted) == 4 * len(made)
+    assert all(any(r.prompt is ids for ids in made) for r in server.engine.submitted)
+
+
 def test_expect_100_continue_is_answered_before_the_body():
     with running(max_request_bytes=2048) as server:
         for size, answer in ((1 << 20, b"HTTP/1.1 413"), (20, b"HTTP/1.1 100")):
