@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from typing import Any, Protocol
 
@@ -232,6 +232,7 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
 # marks removed. The template may strip, split or join the strings as it likes. The mark is a noncharacter that text
 # has no business with; one that is there all the same is removed from it.
 _MARK = "\ufdd0"
+_LARGE = 1 << 18  # characters of messages from which on their length is looked at twice
 _CUT = "\ufdd1"  # ends a message that the output is to continue; what the template writes after it is left out
 
 
@@ -261,6 +262,7 @@ def prepare_chat(
     continue_final_message: bool = False,
     parse_special_in_content: bool = False,
     chat_template_kwargs: Mapping[str, Any] | None = None,
+    accept: Callable[[str], None] | None = None,
 ) -> ChatPrompt:
     """Render and encode a chat. Nothing is put in front but what the template writes.
 
@@ -270,7 +272,8 @@ def prepare_chat(
     parse_special_in_content: True encodes the rendered text as a whole, so that control tokens in messages and tool
     definitions act as such (transformers' way). False encodes them as ordinary text; only ``<think>`` and ``</think>``
     keep their meaning, and only in an assistant message's content, where clients send earlier thoughts back.
-    chat_template_kwargs: further template variables, such as ``enable_thinking``.
+    chat_template_kwargs: further template variables, such as ``enable_thinking``. accept: called with the rendered
+    text before it is encoded, which takes much longer; raises for one that is too long.
 
     Raises RequestError for messages that are malformed or that the template refuses.
     """
@@ -286,7 +289,13 @@ def prepare_chat(
         normal = _open_ended(normal, add_generation_prompt)
     if parse_special_in_content:
         text = _cut(template._render(normal, tools, documents, add_generation_prompt, kwargs), continue_final_message)
+        if accept is not None:
+            accept(text)
         return ChatPrompt(text, tokenizer.encode(text))
+    if accept is not None and _characters(normal, _LARGE) > _LARGE:
+        # Breaking control tokens costs more than rendering: what is too long without the marks is not broken.
+        plain = template._render(normal, tools, documents, add_generation_prompt, kwargs)
+        accept(_cut(plain, continue_final_message))
     breaker = _Breaker(tokenizer.added_tokens)
     marked = template._render(
         [breaker.message(m) for m in normal],
@@ -297,12 +306,27 @@ def prepare_chat(
     )
     marked = _cut(marked, continue_final_message)
     text = marked.replace(_MARK, "")
+    if accept is not None:
+        accept(text)
     if not breaker.used:
         return ChatPrompt(text, tokenizer.encode(text))
     ids: list[int] = []
     for piece in tokenizer.pieces(marked):
         ids += [piece] if isinstance(piece, int) else tokenizer.encode(piece.replace(_MARK, ""), special=False)
     return ChatPrompt(text, ids)
+
+
+def _characters(value: Any, enough: int) -> int:
+    """Characters in all strings of a value, or more than ``enough``."""
+    if isinstance(value, str):
+        return len(value)
+    items = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
+    total = 0
+    for item in items:
+        total += _characters(item, enough - total)
+        if total > enough:
+            break
+    return total
 
 
 def _open_ended(messages: list[dict[str, Any]], add_generation_prompt: bool) -> list[dict[str, Any]]:

@@ -19,7 +19,7 @@ from flint_jax.cache import PAGE, ring_size
 from flint_jax.errors import FlintError, RequestError
 from flint_jax.jobs import Event, Job, Progress, Result, token_limit
 from flint_jax.logprobs import PromptLogprobs, TokenLogprob, token_logprob
-from flint_jax.plan import Admit, CopyPage, Op, Piece, Plan, Prefill, Request, Restore, Save
+from flint_jax.plan import Admit, CopyPage, Op, Piece, Plan, Prefill, Prompt, Request, Restore, Save
 from flint_jax.prefill_cost import PrefillCost
 from flint_jax.sampling_params import SamplingParams
 from flint_jax.scheduler import Scheduler
@@ -52,7 +52,7 @@ class Engine:
         self.steps, self.config = steps, steps.config
         self.max_model_len = steps.sizes.max_context
         self.eos_ids = tuple(eos_ids)
-        self.failed: Exception | None = None
+        self.failed: BaseException | None = None
         window = self.config.sliding_window
         self.scheduler = Scheduler(
             steps.sizes.slots,
@@ -115,17 +115,14 @@ class Engine:
         model; RuntimeError when the engine has failed or stopped.
         """
         self._refuse_when_stopped()
-        prompt = tuple(int(t) for t in prompt_ids)
+        rows = self.config.vocab_size
+        known = isinstance(prompt_ids, Prompt) and prompt_ids.rows <= rows
+        prompt = prompt_ids if known else tuple(prompt_ids)
         limit = token_limit(prompt, params, generate, min(self.max_model_len, self.scheduler.capacity()))
         if constraint is not None and constraint.ends:
             params = masks.held(params)
         params.check_vocabulary(self.config.vocab_size)
-        if max(prompt) >= self.config.vocab_size or min(prompt) < 0:
-            raise RequestError(
-                f"the prompt holds token ids outside the vocabulary, 0 to {self.config.vocab_size - 1}",
-                param="prompt",
-                code="invalid_value",
-            )
+        prompt = prompt if known else Prompt.of(prompt, rows)
         with self._wake:
             self._refuse_when_stopped()  # it may have stopped since; from here on it would end this request, too
             name = request_id or f"request-{next(self._names)}"
@@ -143,6 +140,13 @@ class Engine:
             self._inbox.append(("submit", job))
             self._wake.notify()
         return name
+
+    def checked(self, prompt_ids: Sequence[int]) -> Prompt:
+        """A prompt that ``submit`` takes at no cost for its length, as often as it is given. Any thread.
+
+        Raises RequestError for ids outside the vocabulary.
+        """
+        return Prompt.of(prompt_ids, self.config.vocab_size)
 
     def _refuse_when_stopped(self) -> None:
         if self.failed is not None or self._stopping:
@@ -230,7 +234,7 @@ class Engine:
                     if self._stopping:
                         break
                 self.step()
-        except Exception as error:
+        except BaseException as error:
             log.exception("the engine failed; every request ends with an error")
             self.failed = error
             self.ready = False
@@ -469,6 +473,12 @@ class Engine:
             self._jobs.clear()
             self._inbox.clear()
         self._inflight.clear()
-        for job in jobs:
-            self.scheduler.end(job.request, keep=False)
-            self._tell(job, job.event(finish_reason=reason, error=error))
+        for job in jobs:  # whatever one of them raises, the others hear of their end
+            try:
+                self.scheduler.end(job.request, keep=False)
+            except Exception:
+                log.exception("request %s could not be taken out of the schedule", job.request.id)
+            try:
+                job.on_event(job.event(finish_reason=reason, error=error))
+            except BaseException:
+                log.exception("the listener of request %s failed", job.request.id)

@@ -4,9 +4,41 @@ from __future__ import annotations
 
 import array
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
+from flint_jax.errors import RequestError
 from flint_jax.prefix_cache import Node, Snapshot
+
+
+def pack(ids: Sequence[int]) -> bytes:
+    """Token ids as bytes, four each."""
+    return array.array("i", ids).tobytes()
+
+
+class Prompt(tuple):
+    """Token ids 0 to ``rows`` - 1, checked and packed: who submits it need not look at each of them again.
+
+    packed: the ids as bytes, four each.
+    """
+
+    rows: int
+    packed: bytes
+
+    @classmethod
+    def of(cls, ids: Iterable[int], rows: int) -> Prompt:
+        """Raises RequestError for an id outside [0, rows)."""
+        ids = tuple(ids)
+        if set(map(type, ids)) - {int}:
+            ids = tuple(map(int, ids))
+        if ids and not (max(ids) < rows and min(ids) >= 0):
+            raise RequestError(
+                f"the prompt holds token ids outside the vocabulary, 0 to {rows - 1}",
+                param="prompt",
+                code="invalid_value",
+            )
+        made = cls(ids)
+        made.rows, made.packed = rows, pack(ids)
+        return made
 
 
 @dataclasses.dataclass(eq=False)
@@ -39,7 +71,7 @@ class Request:
     trail: Node | None = None  # where its path in the prefix cache was last seen
 
     def __post_init__(self) -> None:
-        self._prompt_bytes = array.array("i", self.prompt).tobytes()
+        self._prompt_bytes = self.prompt.packed if isinstance(self.prompt, Prompt) else pack(self.prompt)
 
     @property
     def known(self) -> int:

@@ -205,7 +205,8 @@ def _set_table(tables, slot, row):
 
 # XLA recomputes instructions when it takes arguments and results for more than 80 % of the GPU, and it counts a donated
 # argument twice: with a large pool always. There is nothing to win in a step that is written in place.
-OPTIONS = {"xla_disable_hlo_passes": "rematerialization"}
+# Triton products are no faster than cuBLAS here, and trying them out is most of the time that a prefill step compiles.
+OPTIONS = {"xla_disable_hlo_passes": "rematerialization", "xla_gpu_enable_triton_gemm": False}
 ON_STATE = ("prefill", "decode", "fast", "admit", "release", "copy page")  # programs whose shapes depend on the pages
 
 

@@ -23,12 +23,14 @@ class Detokenizer:
     A push returns only whole characters: the bytes of an unfinished one wait for the next token. Bytes that cannot be
     UTF-8 become U+FFFD. All pushes and the flush joined are what ``tokenizer.decode`` gives for the whole sequence.
     A push costs the bytes of its own token plus at most 3 waiting ones, however long the text is by then.
+    begun: the bytes of an unfinished character that the text before ends with (``unfinished``).
     """
 
-    def __init__(self, tokenizer: TokenBytes, *, skip_special_tokens: bool = True):
+    def __init__(self, tokenizer: TokenBytes, *, skip_special_tokens: bool = True, begun: bytes = b""):
         self._token_bytes = tokenizer.token_bytes
         self._skip = tokenizer.special_ids if skip_special_tokens else frozenset()
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._decoder.decode(begun)
 
     def push(self, token_id: int) -> str:
         """Text that became complete with this token; often one word, sometimes nothing."""
@@ -39,6 +41,13 @@ class Detokenizer:
         text = self._decoder.decode(b"", final=True)
         self._decoder.reset()
         return text
+
+
+def unfinished(tokenizer: TokenBytes, ids: Sequence[int]) -> bytes:
+    """The bytes of a character that the text of ``ids`` ends within, 1 to 3; none when it ends with a whole one."""
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    decoder.decode(b"".join(map(tokenizer.token_bytes, ids[-8:])))
+    return decoder.getstate()[0]
 
 
 class StopStrings:

@@ -28,6 +28,7 @@ from tqdm import tqdm
 from flint_jax.errors import CheckpointError
 from loaders import place
 from loaders.name_map import Fill, Leaf, Plan
+from loaders.parts import scale_refusal
 from loaders.place import PACKED, PLAIN, SCALED, BadScale, DeviceLeaf, HostLeaf, planes_of
 from loaders.raw import DTYPES, NVFP4, RawTensor, short
 from pallas_kernels import nvfp4
@@ -64,7 +65,12 @@ class LoadReport:
 
 
 def assemble(
-    plan: Plan, *, dtype: str = "bfloat16", router_dtype: str | None = None, progress: bool = True
+    plan: Plan,
+    *,
+    dtype: str = "bfloat16",
+    router_dtype: str | None = None,
+    clear_scale_signs: bool = False,
+    progress: bool = True,
 ) -> tuple[Tree, LoadReport]:
     """Load a matched checkpoint onto the default device.
 
@@ -74,7 +80,7 @@ def assemble(
     tensors becomes ``Scaled`` in ``dtype``.
 
     Raises CheckpointError for values that are not allowed: a global scale that is not positive and finite, a block
-    scale of 0xFF, a selection bias that is not zero.
+    scale of 0xFF, one of 0x80 to 0xFE unless clear_scale_signs, a selection bias that is not zero.
     """
     began = time.perf_counter()
     memory = _MemoryWatch()
@@ -87,6 +93,8 @@ def assemble(
     with _bar(plan.nbytes, progress) as bar, ThreadPoolExecutor(WORKERS, "flint-load") as pool:
         for piece, host in _prepared(pool, _pieces(plan)):
             count = _write(targets[piece.fill.source.leaf], piece, host)
+            if count and not clear_scale_signs:
+                raise _bad_scale(piece, host)
             signed.update({piece.fill.tensors[0].name: count} if count else {})
             piece.release()
             memory.sample()
@@ -170,7 +178,7 @@ def _global_scales(plan: Plan, kinds: dict[str, str]) -> dict[str, np.ndarray]:
         if fill.kind != NVFP4:
             slots[...] = 1.0
             continue
-        values = np.array(fill.scale.array(), np.float32).reshape(-1)
+        values = np.ones(1, np.float32) if fill.scale is None else np.array(fill.scale.array(), np.float32).reshape(-1)
         for at in np.flatnonzero(~(np.isfinite(values) & (values > 0))):
             where = f" of expert {at}" if len(values) > 1 else ""
             bad.append(f"{short(fill.scale.name)}{where} is {values[at]}")
@@ -273,11 +281,18 @@ def _write(target: HostLeaf | DeviceLeaf, piece: Piece, host: np.ndarray) -> int
     try:
         return target.write(host, tuple(at), piece.fill.kind == NVFP4)
     except BadScale:
-        tensor = piece.fill.tensors[0]
-        raise CheckpointError(
-            f"{tensor.file.path}: {short(tensor.name)}: a block scale is 0xFF, which decoders read as 0 or as 480; "
-            "convert the checkpoint again with scales in 0x00..0x7E"
-        ) from None
+        raise _bad_scale(piece, host) from None
+
+
+def _bad_scale(piece: Piece, host: np.ndarray) -> CheckpointError:
+    """The error for the worst scale byte of a piece, with its place in the tensor."""
+    tensor = piece.fill.tensors[0]
+    bytes_ = host.reshape(*host.shape[:-1], -1, nvfp4.GGUF_BYTES)[..., :4]
+    worst = bytes_ == 0xFF
+    where = np.argwhere(worst if worst.any() else bytes_ > 0x7F)[0]
+    value, (*lead, block, group) = int(bytes_[tuple(where)]), where.tolist()
+    lead[0] += piece.start
+    return CheckpointError(f"{tensor.file.path}: {scale_refusal(tensor.name, value, lead, block, group)}")
 
 
 # -- reporting -------------------------------------------------------------------------------------------------------

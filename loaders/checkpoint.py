@@ -28,8 +28,8 @@ class Checkpoint:
     generation: settings of generation_config.json (its names; ``eos_token_id`` is a list) or of the GGUF, may be empty.
     format: "safetensors", "gguf" or "orbax". weight_format: "bf16", "nvfp4" or "mixed". nbytes: bytes of weights in
     the files.
-    report: cost of the last load_weights, None before. name: what the files say (general.name of a GGUF; every format
-    that is written here keeps it), else the name of the path.
+    report: cost of the last load_weights, None before. clear_scale_signs: see open_checkpoint.
+    name: what the files say (general.name in GGUF; every format written here keeps it), else that of the path.
     """
 
     name: str
@@ -40,6 +40,7 @@ class Checkpoint:
     plan: name_map.Plan | orbax.OrbaxPlan = dataclasses.field(repr=False)
     tokenizer_path: Path | None = None
     report: LoadReport | None = None
+    clear_scale_signs: bool = False
 
     @property
     def weight_format(self) -> str:
@@ -71,6 +72,7 @@ def open_checkpoint(
     *,
     config: str | os.PathLike | FlintConfig | None = None,
     tokenizer: str | os.PathLike | None = None,
+    clear_scale_signs: bool = False,
 ) -> Checkpoint:
     """Open a folder, a .gguf, a .safetensors, an index, or a hub id (``owner/name`` or ``owner/name:file.gguf``).
 
@@ -78,6 +80,9 @@ def open_checkpoint(
     config.json, tokenizer.json or generation_config.json next to
     its .gguf, which then win. ``config`` (a config.json, its folder, or a FlintConfig) and ``tokenizer`` (a folder or
     .gguf) win over both. Only headers are read: no weight is touched.
+
+    clear_scale_signs: read NVFP4 block scales of 0x80 to 0xFE without their sign bit, which the format does not have,
+    instead of refusing them when the weights are loaded.
 
     Raises CheckpointError for files that are damaged, incomplete, ambiguous or of other types, and ConfigError for a
     configuration that this model cannot run or that contradicts the tensors.
@@ -100,7 +105,7 @@ def open_checkpoint(
     if not eos_known and tuple(eos) != found.eos_token_ids:
         found = dataclasses.replace(found, eos_token_ids=tuple(eos))
     try:
-        plan = name_map.match(found, kind, opened.tensors)
+        plan = name_map.match(found, kind, opened.tensors, getattr(opened, "unlisted", ()))
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from None
     return Checkpoint(
@@ -111,6 +116,7 @@ def open_checkpoint(
         generation=generation,
         plan=plan,
         tokenizer_path=_tokenizer_path(tokenizer, folder, metadata, opened.paths[0]),
+        clear_scale_signs=clear_scale_signs,
     )
 
 
@@ -138,7 +144,13 @@ def load_weights(
             f"{ckpt.path}: only an Orbax folder is restored to shards; make one with "
             f"`python -m flint_jax convert {ckpt.path} NAME.orbax`"
         )
-    tree, ckpt.report = assemble(ckpt.plan, dtype=dtype, router_dtype=router_dtype, progress=progress)
+    tree, ckpt.report = assemble(
+        ckpt.plan,
+        dtype=dtype,
+        router_dtype=router_dtype,
+        clear_scale_signs=ckpt.clear_scale_signs,
+        progress=progress,
+    )
     return tree
 
 

@@ -469,12 +469,15 @@ def _gguf_layers(given: Mapping[str, Any], values: dict[str, Any], problems: lis
         pattern = given.get(key)
         if pattern is None:
             continue
-        booleans = isinstance(pattern, list) and all(isinstance(v, bool) for v in pattern)
-        if not booleans or len(pattern) != layers:
-            size = f"has {len(pattern)} entries" if isinstance(pattern, list) else f"= {_short(pattern)}"
-            problems.append(f"flint.{key} {size}; need one boolean for each of the {layers} layers")
+        found = pattern if isinstance(pattern, list) else [pattern] * layers  # one value is for all layers
+        flags = all(isinstance(v, bool) or (_is_int(v) and v in (0, 1)) for v in found)
+        if not flags or len(found) != layers:
+            size = f"has {len(pattern)} entries" if isinstance(pattern, list) and flags else f"= {_short(pattern)}"
+            problems.append(
+                f"flint.{key} {size}; need a boolean (or 0, 1) for each of the {layers} layers, or one for all"
+            )
             continue
-        patterns[key] = pattern
+        patterns[key] = [bool(v) for v in found]
     sliding = patterns.get("attention.sliding_window_pattern")
     if sliding is not None:
         values["layer_types"] = [SLIDING if s else FULL for s in sliding]

@@ -21,18 +21,21 @@ def convert(
     weight_format: str = "keep",
     config: str | Path | None = None,
     tokenizer: str | Path | None = None,
+    clear_scale_signs: bool = False,
     progress: bool = False,
 ) -> Path:
     """Write checkpoint ``source`` as ``target``; see ``loaders.export`` for formats and what happens to a weight.
 
-    tokenizer: a folder or .gguf whose tokenizer is written instead, or "none". From files to files, memory stays small;
-    an Orbax folder, on either side, is held on the default device as a whole.
+    tokenizer: a folder or .gguf whose tokenizer is written instead, or "none". clear_scale_signs: see open_checkpoint.
+    From files to files, memory stays small; an Orbax folder, on either side, is held on the default device as a whole.
     """
     target = Path(target)
     to = export.format_of(target, to)
     export.check(target, to, weight_format)
     without = str(tokenizer) == "none"
-    ckpt = open_checkpoint(source, config=config, tokenizer=None if without else tokenizer)
+    ckpt = open_checkpoint(
+        source, config=config, tokenizer=None if without else tokenizer, clear_scale_signs=clear_scale_signs
+    )
     about = {
         "generation": ckpt.generation,
         "name": ckpt.name,
@@ -45,7 +48,10 @@ def convert(
         orbax.save(target, ckpt.config, tree, **about)
         return target
     stored = ckpt.format == "orbax"
-    weights = TreeWeights(load_weights(ckpt, dtype="stored", progress=progress)) if stored else FileWeights(ckpt.plan)
+    if stored:
+        weights = TreeWeights(load_weights(ckpt, dtype="stored", progress=progress))
+    else:
+        weights = FileWeights(ckpt.plan, clear_scale_signs=clear_scale_signs)
     return export.write(
         target,
         ckpt.config,
@@ -73,7 +79,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="Convert a checkpoint. Kinds that the target can hold are kept bit for bit.",
     )
     parser.add_argument("source", help="folder, .gguf file, Orbax folder or hub id")
-    parser.add_argument("target", type=Path, help="a name ending in .gguf or .orbax says the format; else safetensors")
+    parser.add_argument(
+        "target",
+        type=Path,
+        help="a name ending in .gguf or .orbax says the format; a name without an ending is a safetensors folder",
+    )
     parser.add_argument("--to", choices=export.FORMATS, help="format of the target, whatever its name")
     parser.add_argument(
         "--format",
@@ -83,6 +93,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--config", help="folder whose config.json wins over the checkpoint's own")
     parser.add_argument("--tokenizer", help="folder or .gguf whose tokenizer is written instead, or: none")
+    parser.add_argument(
+        "--clear-scale-signs",
+        action="store_true",
+        help="take NVFP4 block scales of 0x80 to 0xFE without their sign bit, which is not allowed there",
+    )
     args = parser.parse_args(argv)
     began = time.monotonic()
     made = convert(
@@ -92,6 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         weight_format=args.format,
         config=args.config,
         tokenizer=args.tokenizer,
+        clear_scale_signs=args.clear_scale_signs,
         progress=sys.stderr.isatty(),
     )
     files = [made] if made.is_file() else [f for f in made.rglob("*") if f.is_file()]

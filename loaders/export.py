@@ -78,10 +78,21 @@ def save_checkpoint(
 
 
 def format_of(path: Path, to: str | None) -> str:
-    """The format that a path or a name asks for: .gguf, .orbax, else safetensors."""
+    """The format that a path or a name asks for: .gguf, .orbax; a name without an ending is a safetensors folder.
+
+    Raises CheckpointError for a format that is none, and for the ending of another kind of file: "x.onnx" as the name
+    of a folder would be taken for what it is not. ("flint-1.5" has no ending: it begins with a digit; ".st" is
+    short for safetensors.)
+    """
     if to is not None and to not in FORMATS:
         raise CheckpointError(f"format {to!r}: need one of {', '.join(FORMATS)}")
-    return to or _SUFFIXES.get(path.suffix, "safetensors")
+    suffix = path.suffix.lower()
+    if to is None and suffix not in (*_SUFFIXES, ".st") and suffix[1:2].isalpha():
+        raise CheckpointError(
+            f"{path}: no format here has the ending {path.suffix}. Give a name in .gguf or .orbax, a name without an "
+            "ending for a safetensors folder, or say the format (--to)"
+        )
+    return to or _SUFFIXES.get(suffix, "safetensors")
 
 
 def check(path: Path, to: str, weight_format: str) -> None:

@@ -161,7 +161,32 @@ def _parts(header: _Header) -> list[_Header]:
         names = [f"{stem}-{i + 1:05d}-of-{count:05d}.gguf" for i in missing]
         shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
         raise CheckpointError(f"{header.path}: missing {shown} (incomplete download?)")
-    return [found[i] for i in range(count)]
+    parts = [found[i] for i in range(count)]
+    _refuse_contradictions(parts)
+    return parts
+
+
+_OF_ONE_FILE = ("split.no", "general.alignment")  # keys that each part has for itself
+
+
+def _refuse_contradictions(parts: list[_Header]) -> None:
+    """Later parts may say nothing (as llama.cpp writes them) or repeat the first; another word is another model's."""
+    first = parts[0]
+    for part in parts[1:]:
+        for key, value in part.metadata.items():
+            if key in _OF_ONE_FILE or (key in first.metadata and _equal(value, first.metadata[key])):
+                continue
+            said = f"says {short(first.metadata[key])}" if key in first.metadata else "does not have that key"
+            raise CheckpointError(
+                f"{part.path}: {short(key)} = {short(value)}, but part 1, {first.path.name}, {said}: the parts are of "
+                "different files; download or split the model again"
+            )
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
+        return isinstance(a, np.ndarray) and isinstance(b, np.ndarray) and np.array_equal(a, b)
+    return a == b
 
 
 # -- one file --------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 import numpy as np
 
@@ -61,7 +61,7 @@ class Source:
 
 @dataclasses.dataclass(frozen=True)
 class Fill:
-    """A Source with its tensors found: same kind each; ``scale`` is the companion of an NVFP4 tensor."""
+    """A Source with its tensors found: same kind each; ``scale`` is the companion of an NVFP4 tensor (None: 1)."""
 
     source: Source
     tensors: tuple[RawTensor, ...]
@@ -258,8 +258,11 @@ def _experts(
 # -- matching --------------------------------------------------------------------------------------------------------
 
 
-def match(config: FlintConfig, fmt: str, tensors: Mapping[str, RawTensor]) -> Plan:
-    """Find every tensor. Looks at names, shapes and kinds only.
+def match(config: FlintConfig, fmt: str, tensors: Mapping[str, RawTensor], optional: Collection[str] = ()) -> Plan:
+    """Find every tensor. Looks at names, shapes and kinds only. optional: names that need not have a use.
+
+    Global scales of NVFP4 are optional in GGUF. A file without any has them all as 1; a file that has some and lacks
+    others has lost those.
 
     Raises CheckpointError that lists missing, unexpected, misshapen and unusable tensors together.
     """
@@ -268,15 +271,21 @@ def match(config: FlintConfig, fmt: str, tensors: Mapping[str, RawTensor]) -> Pl
     wrong: list[str] = []
     used: set[str] = set()
     fills: list[Fill] = []
+    packed = [t.name for t in tensors.values() if t.kind == NVFP4]
+    scaled = any(companion(name) in tensors for name in packed)
+    if packed and not scaled:
+        log.warning("%d NVFP4 tensors and no global scale (%s): all are taken as 1", len(packed), companion("NAME"))
     for source in sources(config, fmt, tensors):
         found = [tensors[name] for name in source.names if name in tensors]
         missing += [name for name in source.names if name not in tensors]
         used.update(source.names)
         wrong += [f"{t.name} is {list(t.shape)}, need {list(source.shape)}" for t in found if t.shape != source.shape]
         if len(found) == len(source.names):
-            fills.append(_fill(source, tuple(found), tensors, used, missing, wrong))
+            fills.append(_fill(source, tuple(found), tensors, scaled, used, missing, wrong))
     zero = _zero(config, fmt, tensors, used)
-    unexpected = [name for name in tensors if name not in used and not _tolerated(name, tensors)]
+    unexpected = [
+        name for name in tensors if name not in used and name not in optional and not _tolerated(name, tensors)
+    ]
     if missing or unexpected or wrong:
         raise _mismatch(missing, unexpected, wrong)
     return Plan(tree, tuple(fills), zero)
@@ -286,6 +295,7 @@ def _fill(
     source: Source,
     found: tuple[RawTensor, ...],
     tensors: Mapping[str, RawTensor],
+    scaled: bool,
     used: set[str],
     missing: list[str],
     wrong: list[str],
@@ -300,6 +310,8 @@ def _fill(
     name = companion(tensor.name)
     used.add(name)
     if name not in tensors:
+        if not scaled:
+            return Fill(source, found, kind)
         missing.append(f"{name} (the global scale of the NVFP4 tensor {tensor.name})")
         return Fill(source, found, kind)
     scale = tensors[name]

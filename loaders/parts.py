@@ -18,7 +18,7 @@ import numpy as np
 
 from flint_jax.errors import CheckpointError
 from loaders.name_map import Plan
-from loaders.raw import NVFP4
+from loaders.raw import NVFP4, short
 from pallas_kernels import nvfp4
 
 BLOCK, BYTES = nvfp4.GGUF_BLOCK, nvfp4.GGUF_BYTES
@@ -30,7 +30,7 @@ _DTYPES = {"F32": np.dtype(np.float32), "BF16": np.dtype(ml_dtypes.bfloat16)}
 class Part:
     """kind: F32, F16, BF16 or NVFP4. count: weights. scale: global scale of NVFP4.
 
-    load: gives flat values, or flat uint8 GGUF records; cheap to call often.
+    load: gives flat values, or flat uint8 GGUF records; cheap to call often. clear_scale_signs: see open_checkpoint.
     """
 
     name: str
@@ -38,6 +38,7 @@ class Part:
     count: int
     load: Callable[[], np.ndarray] = dataclasses.field(repr=False)
     scale: float = 1.0
+    clear_scale_signs: bool = False
 
     def values(self, start: int, stop: int, kind: str = "F32") -> np.ndarray:
         """Weights ``start`` to ``stop`` as F32 or BF16, one rounding. Of NVFP4: whole blocks of 64."""
@@ -52,8 +53,18 @@ class Part:
     def records(self, start: int, stop: int) -> np.ndarray:
         """The GGUF records of weights ``start`` to ``stop``: uint8. Only of NVFP4."""
         found = self.load()[start // BLOCK * BYTES : stop // BLOCK * BYTES]
-        if (found.reshape(-1, BYTES)[:, :4] == 0xFF).any():
-            raise CheckpointError(f"{self.name}: a block scale is 0xFF, which decoders read as 0 or as 480")
+        scales = found.reshape(-1, BYTES)[:, :4]
+        bad = scales > 0x7F
+        if not bad.any():
+            return found
+        worst = scales == 0xFF
+        if worst.any() or not self.clear_scale_signs:
+            block, group = np.argwhere(worst if worst.any() else bad)[0].tolist()
+            raise CheckpointError(
+                scale_refusal(self.name, int(scales[block, group]), [], start // BLOCK + block, group)
+            )
+        found = found.copy()
+        found.reshape(-1, BYTES)[:, :4] &= 0x7F
         return found
 
     def exact_in_bf16(self) -> bool:
@@ -74,6 +85,19 @@ class Part:
         return found
 
 
+def scale_refusal(name: str, value: int, lead: list[int], block: int, group: int) -> str:
+    """What is wrong with a block scale byte. lead: expert and row in the tensor; group: of 16 weights in the block."""
+    at = "".join(f"{i}, " for i in lead)
+    where = f"{short(name)}[{at}{BLOCK * block + 16 * group}]: the scale of this block of 16 weights"
+    if value == 0xFF:
+        cure = "convert the checkpoint again with scales in 0x00..0x7E"
+        return f"{where} is 0xFF, which decoders read as 0 or as 480; {cure}"
+    return (
+        f"{where} is 0x{value:02X}; need 0x00..0x7E, scales have no sign. If the signs are to be dropped, write the "
+        "checkpoint anew: python -m flint_jax convert SOURCE TARGET.gguf --clear-scale-signs"
+    )
+
+
 class Weights(Protocol):
     """Where parts come from."""
 
@@ -84,7 +108,8 @@ class Weights(Protocol):
 class FileWeights:
     """Parts of a checkpoint's files, as views of the mapped pages."""
 
-    def __init__(self, plan: Plan):
+    def __init__(self, plan: Plan, *, clear_scale_signs: bool = False):
+        self._clear = clear_scale_signs
         self._fills: dict[tuple[str, int | None], list] = {}
         for fill in plan.fills:
             self._fills.setdefault((fill.source.leaf, fill.source.index), []).append(fill)
@@ -107,7 +132,7 @@ class FileWeights:
                 scale = float(scales[expert or 0] if len(scales) > 1 else scales[0])
             flat = array.reshape(-1)
             count = flat.size // BYTES * BLOCK if tensor.kind == NVFP4 else flat.size
-            return Part(tensor.name, tensor.kind, count, functools.partial(np.asarray, flat), scale)
+            return Part(tensor.name, tensor.kind, count, functools.partial(np.asarray, flat), scale, self._clear)
         raise KeyError((leaf, index, row))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import os
 from collections import Counter
 from collections.abc import Mapping
@@ -12,6 +13,8 @@ from typing import Any
 
 from flint_jax.errors import CheckpointError
 from loaders.raw import DTYPES, MappedFile, RawTensor, check_layout, short
+
+log = logging.getLogger(__name__)
 
 INDEX_SUFFIX = ".safetensors.index.json"
 # Flint unsharded: 36,734 tensors, a header of 5 MB. Parsed JSON takes some ten times its size.
@@ -25,11 +28,16 @@ SIZES = {
 
 @dataclasses.dataclass(frozen=True)
 class Safetensors:
-    """One model: the tensors of a file, or of all files that an index names."""
+    """One model: the tensors of a file, or of all files that an index names.
+
+    unlisted: names of tensors that lie in those files although the index leaves them out: a model may lack a use for
+    them.
+    """
 
     paths: tuple[Path, ...]
     tensors: Mapping[str, RawTensor]
     metadata: Mapping[str, str]  # the text pairs of the first file
+    unlisted: frozenset[str] = frozenset()
 
 
 def open_safetensors(path: str | os.PathLike) -> Safetensors:
@@ -90,27 +98,45 @@ def _open_index(path: Path) -> Safetensors:
     missing = [file for file in files if not file.is_file()]
     if missing:
         raise CheckpointError(f"{path}: names files that are not there: {_names(missing)} (incomplete download?)")
-    opened = _open_files(files)
+    opened = _open_files(files, weight_map, path)
     for name, file in weight_map.items():
         if name not in opened.tensors or opened.tensors[name].file.path.name != file:
             raise CheckpointError(f"{path.parent / file}: tensor {short(name)} is not there, but {path.name} says so")
     return opened
 
 
-def _open_files(files: list[Path]) -> Safetensors:
+def _open_files(files: list[Path], places: Mapping[str, str] | None = None, index: Path | None = None) -> Safetensors:
+    """All tensors of the files. places: the file that the index gives each tensor, which settles where it is read."""
     tensors: dict[str, RawTensor] = {}
     metadata: dict[str, str] | None = None
+    copies: list[str] = []  # where the index has it elsewhere
+    unlisted: dict[str, list[RawTensor]] = {}
     for file in files:
         mapped = MappedFile(file)
         header = _header(mapped)
         if metadata is None:
             metadata = {k: v for k, v in _pairs(header).items() if isinstance(v, str)}
-        for tensor in _read_tensors(mapped, header):
-            if tensor.name in tensors:
-                first = tensors[tensor.name].file.path.name
-                raise CheckpointError(f"{file}: tensor {short(tensor.name)} is also in {first}")
-            tensors[tensor.name] = tensor
-    return Safetensors(tuple(files), tensors, metadata or {})
+        listed = None if places is None else {name for name, place in places.items() if place == file.name}
+        for tensor in _read_tensors(mapped, header, listed):
+            if listed is None or tensor.name in listed:
+                tensors[tensor.name] = tensor
+            elif tensor.name in places:
+                copies.append(f"{short(tensor.name)} in {file.name}")
+            else:
+                unlisted.setdefault(tensor.name, []).append(tensor)
+    if copies:
+        log.warning("%s: copies of tensors that the index has in other files are not read: %s", index, _some(copies))
+    if unlisted:
+        log.warning(
+            "%s does not list tensors that the files hold: %s", index, _some([short(name) for name in unlisted])
+        )
+    # One that lies in several files has no place that could be believed; of another type it could not be read.
+    usable = {name: found[0] for name, found in unlisted.items() if len(found) == 1 and found[0].kind in DTYPES}
+    return Safetensors(tuple(files), usable | tensors, metadata or {}, frozenset(usable))
+
+
+def _some(items: list[str]) -> str:
+    return ", ".join(items[:5]) + (f" and {len(items) - 5} more" if len(items) > 5 else "")
 
 
 def _parse(text: bytes, where: str) -> Any:
@@ -142,13 +168,15 @@ def _pairs(header: Mapping[str, Any]) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _read_tensors(file: MappedFile, header: Mapping[str, Any]) -> list[RawTensor]:
+def _read_tensors(file: MappedFile, header: Mapping[str, Any], needed: set[str] | None = None) -> list[RawTensor]:
+    """needed: the tensors whose type must be one of ours; None for all."""
     start = 8 + int.from_bytes(file.data[:8], "little")
     tensors = [_entry(file, name, entry, start) for name, entry in header.items() if name != "__metadata__"]
-    refused = Counter(t.kind for t in tensors if t.kind not in DTYPES)
+    unusable = [t for t in tensors if t.kind not in DTYPES and (needed is None or t.name in needed)]
+    refused = Counter(t.kind for t in unusable)
     if refused:
         counts = ", ".join(f"{n} {kind}" for kind, n in refused.most_common())
-        example = next(t.name for t in tensors if t.kind not in DTYPES)
+        example = unusable[0].name
         raise CheckpointError(
             f"{file.path}: tensors in {counts} (the first is {short(example)}); supported dtypes are BF16, F16, F32"
         )

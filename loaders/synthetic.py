@@ -220,10 +220,12 @@ def write_gguf(
     same: bool | None = None,
     threads: int | None = None,
     progress: bool = False,
+    replace: bool = True,
 ) -> int:
     """Write an NVFP4 GGUF with tokenizer and chat template; returns its bytes.
 
-    same: see gguf_tensors; by default true for models below 50 million weights.
+    same: see gguf_tensors; by default true for models below 50 million weights. replace: whether a file of that name
+    may be replaced.
     """
     path = Path(path)
     same = config.num_parameters < 50e6 if same is None else same
@@ -232,7 +234,9 @@ def write_gguf(
     metadata = _gguf_metadata(config, path.stem, [t.name for t in tensors if t.kind == "NVFP4"])
     metadata |= vocab.gguf_metadata()
     path.parent.mkdir(parents=True, exist_ok=True)
-    return writers.write_gguf(path, metadata, tensors, threads=threads or _threads(), progress=progress)
+    return writers.write_gguf(
+        path, metadata, tensors, threads=threads or _threads(), progress=progress, replace=replace
+    )
 
 
 def write_safetensors(
@@ -352,8 +356,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"{args.path} is a folder; give the name of the .gguf file to write")
     if form == "safetensors" and args.path.is_file():
         parser.error(f"{args.path} is a file; give the folder to write into")
-    where = args.path.parent if form == "gguf" else args.path
-    where.mkdir(parents=True, exist_ok=True)
+    where = args.path.absolute().parent
+    if not where.is_dir():
+        parser.error(f"there is no folder {where}; make it, or give another path")
+    if form == "gguf" and os.path.lexists(args.path):
+        parser.error(f"{args.path} exists already; remove it, or give another path")
+    if form == "safetensors" and args.path.is_dir() and any(args.path.iterdir()):
+        parser.error(f"{args.path} exists already and is not empty; remove it, or give another path")
     need = config.num_parameters * (2.0 if form == "safetensors" else 0.6)
     free = shutil.disk_usage(where).free
     if free < need:
@@ -361,8 +370,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"{where} has {free / 1e9:.1f} GB free, {need / 1e9:.1f} GB are needed; free some or give another path"
         )
     start = time.monotonic()
-    write = write_gguf if form == "gguf" else write_safetensors
-    size = write(args.path, config, seed=args.seed, threads=args.threads, progress=sys.stderr.isatty())
+    options = {"seed": args.seed, "threads": args.threads, "progress": sys.stderr.isatty()}
+    if form == "gguf":
+        size = write_gguf(args.path, config, **options, replace=False)
+    else:
+        size = write_safetensors(args.path, config, **options)
     took = time.monotonic() - start
     print(f"{args.path}: {size / 1e9:.2f} GB in {took:.1f} s, {size / 1e9 / took:.2f} GB/s")
     return 0

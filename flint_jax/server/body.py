@@ -8,12 +8,15 @@ import logging
 import math
 import zlib
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from starlette.requests import ClientDisconnect, Request
 
 from flint_jax.server.errors import ApiError, ClientGone, bad_request
 from flint_jax.server.records import timings
+
+if TYPE_CHECKING:
+    from flint_jax.server.state import ServerState
 
 log = logging.getLogger("flint_jax.server")
 
@@ -22,12 +25,15 @@ _LARGEST_INT = 2**64
 _GZIP_OR_ZLIB = 32 + zlib.MAX_WBITS  # "deflate" means zlib's form of it
 
 
-async def read_object(request: Request, limit: int) -> Fields:
-    """The request's body as a JSON object of at most ``limit`` bytes.
+async def read_object(request: Request, state: ServerState) -> Fields:
+    """The request's body as a JSON object of at most ``--max-request-bytes``.
 
-    Raises ApiError (400, 413, 415) and ClientGone.
+    Raises ApiError (400, 413, 415; 503 when the server has stopped meanwhile) and ClientGone.
     """
-    raw = _unpacked(await _read(request, limit), request.headers.get("content-encoding", ""), limit)
+    limit = state.settings.max_request_bytes
+    raw = _unpacked(
+        await state.preparing.run(_read(request, limit)), request.headers.get("content-encoding", ""), limit
+    )
     if not raw.strip():
         raise bad_request("the body is empty; need a JSON object", code="invalid_json")
     try:
@@ -49,6 +55,8 @@ async def _read(request: Request, limit: int) -> bytes:
     declared = request.headers.get("content-length", "")
     size, chunks = 0, []
     too_large = declared.isdigit() and int(declared) > limit
+    if too_large and "100-continue" in request.headers.get("expect", "").lower():
+        raise _too_large(limit)  # it waits for our word before it sends anything: nothing needs to be read
     try:
         async with asyncio.timeout(None) as deadline:
             async for chunk in request.stream():

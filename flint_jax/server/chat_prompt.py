@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,7 +14,8 @@ from flint_jax.server.body import Fields, kind_of
 from flint_jax.server.errors import bad_request
 from flint_jax.server.forced import NONE, ToolChoice
 from flint_jax.server.history import goes_on, in_call_order, read_message
-from flint_jax.server.running import off_loop
+from flint_jax.server.lengths import check_text
+from flint_jax.server.running import look, off_loop
 from flint_jax.server.settings import ServerSettings
 from flint_jax.server.state import ServedModel
 from flint_jax.server.thinking import chat_kwargs, close_thought, layered
@@ -45,7 +47,7 @@ class Conversation:
 class Prompt:
     """Token ids, where in the grammar the output begins, and whether the model may think."""
 
-    ids: list[int]
+    ids: Sequence[int]
     start: State
     thinking: bool
 
@@ -68,8 +70,11 @@ def read_conversation(fields: Fields) -> Conversation:
     )
 
 
-async def render(conversation: Conversation, served: ServedModel, settings: ServerSettings) -> Prompt:
-    """The prompt. Raises ApiError or RequestError; a template's refusal is quoted."""
+async def render(
+    conversation: Conversation, served: ServedModel, settings: ServerSettings, *, wanted: int | None = None
+) -> Prompt:
+    """The prompt. wanted: tokens of the context that must be left for the answer; None takes a prompt of any length,
+    to be counted. Raises ApiError or RequestError; a template's refusal is quoted."""
     if served.template is None:
         raise bad_request(
             "this checkpoint has no chat template; start the server with --chat-template FILE, or use /v1/completions",
@@ -78,6 +83,7 @@ async def render(conversation: Conversation, served: ServedModel, settings: Serv
         )
     kwargs = layered(settings.template_kwargs, conversation.kwargs)
     thinking = thinking_enabled(kwargs)
+    fits = functools.partial(check_text, served, wanted=wanted or 0, param=conversation.param, look=look)
     hidden = settings.exclude_tools_when_none and conversation.choice.mode == NONE
 
     def work() -> Prompt:
@@ -90,6 +96,7 @@ async def render(conversation: Conversation, served: ServedModel, settings: Serv
             add_generation_prompt=conversation.add_generation_prompt,
             continue_final_message=conversation.continue_final_message,
             chat_template_kwargs=kwargs,
+            accept=None if wanted is None else fits,
         )
         if not thinking:
             begins = conversation.add_generation_prompt

@@ -24,6 +24,7 @@ from flint_jax.server.choices import Choice, Piece
 from flint_jax.server.errors import ApiError
 from flint_jax.server.forced import NAMED, Forced, Structured, check_end_of_thought, constraint
 from flint_jax.server.jobs import Job
+from flint_jax.server.lengths import check_length
 from flint_jax.server.replies import JsonReply
 from flint_jax.server.running import COMPILES, finished, off_loop, pieces
 from flint_jax.server.sampling_fields import Sampling
@@ -150,10 +151,11 @@ class Writer(abc.ABC):
 async def respond(request: Request, kind: type[Writer]) -> Response:
     """Answer a request in one protocol."""
     state: ServerState = request.app.state.server
-    fields = await read_object(request, state.settings.max_request_bytes)
+    fields = await read_object(request, state)
     ask, options = kind.read(fields, state)
     log_unknown(fields, kind.IGNORED)
-    run = await _prepare(ask, state, kind)
+    state.refuse_when_full(ask.sampling.n)
+    run = await state.preparing.run(_prepare(ask, state, kind), request.receive)
     writer = kind(run, options)
     job = state.open_job(ask.sampling.n)
     try:
@@ -170,7 +172,9 @@ async def respond(request: Request, kind: type[Writer]) -> Response:
 
 async def _prepare(ask: Ask, state: ServerState, kind: type[Writer]) -> Run:
     served, conversation = state.served, ask.conversation
-    prompt = await render(conversation, served, state.settings)
+    prompt = await render(conversation, served, state.settings, wanted=1)
+    check_length(served, len(prompt.ids), wanted=1, param=conversation.param)
+    prompt = dataclasses.replace(prompt, ids=await off_loop(len(prompt.ids), served.checked, prompt.ids))
     forced = Forced(
         tools=conversation.choice.callable(conversation.tools),
         choice=conversation.choice,

@@ -68,6 +68,8 @@ class Choice:
     """Turns engine events into pieces.
 
     lexer: reads thoughts and tool calls out of the text; None for plain completions, whose pieces have ``content``.
+    begun: bytes of a character that the prompt ends within: the output says it whole, when it completes it. echoed:
+    else as U+FFFD (the prompt's text goes before), or not at all.
     tags: the token ids that the lexer takes for tags. Text before one is complete: a stop string never reaches across.
     A choice can end before the engine does, at a stop string: look at ``done`` after each push.
     """
@@ -80,11 +82,14 @@ class Choice:
         *,
         lexer: Lexer | None = None,
         tags: dict[int, str] | None = None,
+        begun: bytes = b"",
+        echoed: bool = False,
     ):
         self.index = index
         self._options = options
         self._lexer, self._tags = lexer, tags or {}
-        self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=options.skip_special_tokens)
+        self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=options.skip_special_tokens, begun=begun)
+        self._drop = bool(begun) and not echoed
         self._stops = self._new_stops()
         self._characters = 0
         self.completion_tokens = 0
@@ -155,6 +160,9 @@ class Choice:
 
     def _watched(self, text: str) -> tuple[str, bool]:
         """(text that is safe to show, whether a stop string was hit)."""
+        if self._drop and text:
+            self._drop = False
+            text = text.removeprefix("\ufffd")  # the prompt's own, which nothing completed
         self._characters += len(text)
         if not self._options.stop or self.completion_tokens <= self._options.min_tokens:
             return text, False

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from starlette.requests import Request
@@ -17,13 +18,13 @@ from flint_jax.server.choices import Choice, Piece, Token
 from flint_jax.server.errors import bad_request
 from flint_jax.server.forced import Forced, constraint, read_format, read_structured
 from flint_jax.server.jobs import Job
+from flint_jax.server.lengths import check_length, check_text
 from flint_jax.server.logprobs import completion_logprobs, prompt_logprobs, prompt_tokens
 from flint_jax.server.models import reply_name
 from flint_jax.server.replies import JsonReply
-from flint_jax.server.running import COMPILES, encode_text, finished, off_loop, pieces
+from flint_jax.server.running import COMPILES, encode_text, finished, look, off_loop, pieces
 from flint_jax.server.sampling_fields import (
     Sampling,
-    check_length,
     check_token_ids,
     read_prompt_logprobs,
     read_sampling,
@@ -31,6 +32,7 @@ from flint_jax.server.sampling_fields import (
 )
 from flint_jax.server.state import ServedModel, ServerState
 from flint_jax.server.usage import usage
+from flint_jax.text import unfinished
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's, and only for this route
 _MAX_CHOICES = 4096  # prompts times n in one request
@@ -47,7 +49,7 @@ class _Plan:
     """
 
     name: str
-    prompts: list[list[int]]
+    prompts: list[Sequence[int]]
     echoes: list[str] | None
     sampling: Sampling
     generate: bool
@@ -72,8 +74,8 @@ async def completions(request: Request) -> Response:
     """Answer a text completion."""
     state: ServerState = request.app.state.server
     served = state.served
-    fields = await read_object(request, state.settings.max_request_bytes)
-    plan = await _read(fields, state, served)
+    fields = await read_object(request, state)
+    plan = await state.preparing.run(_read(fields, state, served), request.receive)
     log_unknown(fields, _IGNORED)
     reply = _Reply(served, plan)
     job = state.open_job(len(plan.prompts) * plan.n if plan.runs else 0)
@@ -109,18 +111,33 @@ async def _read(fields: Fields, state: ServerState, served: ServedModel) -> _Pla
     scores = max((n for n in wanted if n is not None), default=None)
     forced = Forced(format=read_format(fields), structured=read_structured(fields), thinking=False)
     held = await off_loop(COMPILES if forced.must else 0, constraint, served, forced)
-    given = _prompts(fields, served)
+    value = fields.raw("prompt")
+    given = await off_loop(len(value) if isinstance(value, list) else 0, _prompts, fields, served)
     if len(given) * sampling.n > _MAX_CHOICES:
         raise fields.error("prompt", f"has {len(given)} prompts of {sampling.n} choices; at most {_MAX_CHOICES} in all")
+    if max_tokens or scores is not None:
+        state.refuse_when_full(len(given) * sampling.n, prepared=1)
     special = fields.boolean("add_special_tokens", True)
-    prompts = [await encode_text(served, p, special) if isinstance(p, str) else p for p in given]
+    wanted_tokens = 1 if max_tokens else 0
+    fits = functools.partial(check_text, served, wanted=wanted_tokens, param="prompt", look=look)
+    for ids in given:
+        if not isinstance(ids, str):
+            check_length(served, len(ids), wanted=wanted_tokens, param="prompt")
+    prompts = [await encode_text(served, p, special, fits) if isinstance(p, str) else p for p in given]
     for ids in prompts:
         if not ids and (max_tokens or scores is not None):
             raise fields.error("prompt", "is empty: there is no token to continue from")
-        check_length(served, len(ids), wanted=1 if max_tokens else 0, param="prompt")
+        check_length(served, len(ids), wanted=wanted_tokens, param="prompt")
+    if max_tokens or scores is not None:
+        prompts = [await off_loop(len(ids), served.checked, ids) for ids in prompts]
     echoes = None
     if echo:
         echoes = [p if isinstance(p, str) else served.tokenizer.decode(p) for p in given]
+        if max_tokens:  # a character that a prompt ends within comes with the output
+            echoes = [
+                text.removesuffix("\ufffd") if unfinished(served.tokenizer, ids) else text
+                for text, ids in zip(echoes, prompts, strict=True)
+            ]
     return _Plan(
         name=name,
         prompts=prompts,
@@ -166,7 +183,11 @@ class _Reply:
             "created": int(time.time()),
             "model": plan.name,
         }
-        self._choices = [Choice(i, served.tokenizer, plan.sampling.text) for i in range(len(plan.prompts) * plan.n)]
+        begun = [unfinished(served.tokenizer, ids) for ids in plan.prompts]
+        self._choices = [
+            Choice(i, served.tokenizer, plan.sampling.text, begun=begun[i // plan.n], echoed=plan.echoes is not None)
+            for i in range(len(plan.prompts) * plan.n)
+        ]
 
     def submit(self, job: Job) -> None:
         """Hand every prompt to the engine, n times."""
@@ -253,7 +274,7 @@ class _Reply:
             e and dataclasses.replace(e, top=e.top[: plan.logprobs]) for e in self._choices[index].prompt_logprobs
         ]
         ids = plan.prompts[index // plan.n]
-        return prompt_tokens(self._served.tokenizer, ids, entries, self._echo(index))
+        return prompt_tokens(self._served.tokenizer, ids, entries, self._echo(index), whole=not plan.generate)
 
     def _usage(self) -> dict[str, Any]:
         return usage([len(p) for p in self._plan.prompts], self._choices, self._plan.n, thoughts=False)

@@ -212,6 +212,13 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="S",
         help="seconds that running requests get to finish after SIGTERM",
     )
+    g.add_argument(
+        "--stall-timeout",
+        type=seconds,
+        default=60.0,
+        metavar="S",
+        help="seconds that the engine may do nothing while requests wait, until /health answers 503; 0 never",
+    )
     _switch(g, "--enable-tokenizer-info-endpoint", default=True, help="tell the chat template at /tokenizer_info")
 
     g = parser.add_argument_group("logs and metrics")

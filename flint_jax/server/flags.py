@@ -89,6 +89,7 @@ def parse(argv: Sequence[str]) -> tuple[ModelSettings, ServerSettings, list[str]
         max_request_bytes=args.max_request_bytes,
         keep_alive_s=args.sse_keep_alive_interval,
         shutdown_timeout_s=args.shutdown_timeout,
+        stall_timeout_s=args.stall_timeout,
         max_queued=args.max_num_queued_reqs,
         max_logprobs=args.max_logprobs,
         force_usage=args.enable_force_include_usage,

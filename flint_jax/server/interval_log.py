@@ -42,7 +42,9 @@ class IntervalLog:
             return stats.get(key, 0) - last.get(key, 0)
 
         running, waiting = stats.get("running", 0), stats.get("waiting", 0)
-        prompt, drawn, queries = since("prompt_tokens"), since("generated_tokens"), since("prefix_queries")
+        # What was computed, as it was computed: a long prompt that is being read is no standstill.
+        prompt = since("prefilled_tokens" if "prefilled_tokens" in stats else "prompt_tokens")
+        drawn, queries = since("generated_tokens"), since("prefix_queries")
         if not (running or waiting or prompt or drawn):
             return ""
         hits = f"{100 * since('prefix_hits') / queries:.1f} %" if queries else "-"

@@ -60,11 +60,13 @@ def prompt_logprobs(tokenizer: Any, entries: Sequence[Any]) -> list[dict[str, di
     return found
 
 
-def prompt_tokens(tokenizer: Any, ids: Sequence[int], entries: Sequence[Any], text: str) -> list[Token]:
+def prompt_tokens(
+    tokenizer: Any, ids: Sequence[int], entries: Sequence[Any], text: str, *, whole: bool = True
+) -> list[Token]:
     """The tokens of an echoed prompt for ``completion_logprobs``; the first has no log-probability.
 
     entries: the engine's, one a token. text: the prompt as it is echoed, which offsets count in from its end; tokens
-    that were put in front of it begin where it begins.
+    that were put in front of it begin where it begins. whole: whether a character that they end within is part of it.
     """
     detokenizer = Detokenizer(tokenizer, skip_special_tokens=False)
     tokens, at = [], 0
@@ -72,7 +74,8 @@ def prompt_tokens(tokenizer: Any, ids: Sequence[int], entries: Sequence[Any], te
         logprob, top = (None, ()) if entry is None else (entry.logprob, entry.top)
         tokens.append(Token(token_id, logprob, top, at))
         at += len(detokenizer.push(token_id))
-    at += len(detokenizer.flush())
+    if whole:
+        at += len(detokenizer.flush())
     for token in tokens:
         token.offset = max(token.offset - at, -len(text))
     return tokens
@@ -88,10 +91,12 @@ def completion_logprobs(tokenizer: Any, tokens: Sequence[Token], *, top: bool, s
         if t.logprob is None:
             alternatives.append(None)
             continue
-        best: dict[str, float] = {}
-        for token_id, logprob in ((t.token_id, t.logprob), *t.top):
+        own = token_text(tokenizer, t.token_id)
+        best = {own: floored(t.logprob)}  # whatever other token has the same text
+        for token_id, logprob in t.top:
             text = token_text(tokenizer, token_id)
-            best[text] = max(floored(logprob), best.get(text, FLOOR))
+            if text != own:
+                best[text] = max(floored(logprob), best.get(text, FLOOR))
         alternatives.append(best)
     return {
         "tokens": [token_text(tokenizer, t.token_id) for t in tokens],

@@ -52,11 +52,11 @@ async def messages(request: Request) -> Response:
 async def count_tokens(request: Request) -> Response:
     """How many tokens the same body would be as a prompt."""
     state: ServerState = request.app.state.server
-    fields = await read_object(request, state.settings.max_request_bytes)
+    fields = await read_object(request, state)
     reply_name(fields, state)
     conversation = read_conversation(fields)
     log_unknown(fields, _IGNORED)
-    prompt = await render(conversation, state.served, state.settings)
+    prompt = await state.preparing.run(render(conversation, state.served, state.settings), request.receive)
     return JsonReply({"input_tokens": len(prompt.ids)})
 
 

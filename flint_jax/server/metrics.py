@@ -16,7 +16,7 @@ from starlette.responses import Response
 
 from flint_jax import __version__
 from flint_jax.server.records import Histogram
-from flint_jax.server.state import READY, ServerState
+from flint_jax.server.state import ServerState
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -77,7 +77,7 @@ class Metrics:
         yield from self._engine(stats)
         yield from self._requests()
         yield from self._compilations(served.compilations if served else None)
-        yield self._gauge("ready", "Whether requests are answered.", state.phase == READY)
+        yield self._gauge("ready", "Whether requests are answered.", state.healthy)
         info = GaugeMetricFamily(f"{self._prefix}:build_info", "The software.", labels=["version"])
         info.add_metric([__version__], 1)
         yield info

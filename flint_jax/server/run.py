@@ -22,12 +22,14 @@ import uvicorn
 
 from flint_jax.errors import FlintError
 from flint_jax.server.app import create_app
+from flint_jax.server.running import threads_busy
 from flint_jax.server.settings import ServerSettings
 from flint_jax.server.state import ServedModel, ServerState
 
 log = logging.getLogger("flint_jax.server")
 
-_LAST_WORDS_S = 2.0  # for clients to read the error that ends their stream
+_LAST_WORDS_S = 1.0  # for clients to read the error that ends their stream
+_STOP_S = 0.5  # for the engine to come to the end of its step
 _IDLE_CONNECTION_S = 75  # longer than the 60 s after which most clients and proxies drop an idle connection themselves
 
 
@@ -91,7 +93,7 @@ def make_server(settings: ServerSettings, state: ServerState) -> uvicorn.Server:
         server_header=False,
         root_path=settings.root_path,
         timeout_keep_alive=_IDLE_CONNECTION_S,
-        timeout_graceful_shutdown=int(settings.shutdown_timeout_s + _LAST_WORDS_S) + 1,
+        timeout_graceful_shutdown=settings.shutdown_timeout_s + _LAST_WORDS_S,
     )
     access = logging.getLogger("uvicorn.access")
     for old in [f for f in access.filters if isinstance(f, _Unlogged)]:
@@ -115,10 +117,16 @@ def serve(
     """
     process = _Process(settings, load, on_ready)
     code = asyncio.run(process.main(sock), loop_factory=process.server.config.get_loop_factory())
-    if process.loader.is_alive():  # it may be inside a compilation, which cannot be interrupted
+    # A compilation, an encoding and a step of the model cannot be interrupted, and may take longer than anybody waits.
+    if process.loader.is_alive() or threads_busy():
         _leave_now(code)
     if process.state.served is not None:
-        process.state.served.engine.stop()
+        stop = threading.Thread(target=process.state.served.engine.stop, name="stop", daemon=True)
+        stop.start()
+        stop.join(_STOP_S)
+        if stop.is_alive():
+            log.warning("the engine is inside a step that does not end; leaving without it")
+            _leave_now(code)
     return code
 
 
@@ -177,10 +185,14 @@ class _Process:
             _leave_now(128 + number)
         if self.server.should_exit:
             return
-        running, seconds = len(self.state.jobs), self.settings.shutdown_timeout_s
+        running = len(self.state.jobs) + len(self.state.preparing)
+        seconds = self.settings.shutdown_timeout_s
         self.state.set_stopping()
         self.server.should_exit = True
         self._loop.call_later(seconds, self.state.close_jobs)
+        last = threading.Timer(seconds + _LAST_WORDS_S + _STOP_S, _leave_now, (self._code,))  # whatever the loop does
+        last.daemon = True
+        last.start()
         with contextlib.suppress(OSError):  # whoever read it may be gone
             print(f"Stopping; {running} requests are running and get up to {seconds:g} s to finish.", flush=True)
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
+import os
+import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -16,21 +19,62 @@ _INLINE_CHARACTERS = 4096  # encoding this much takes under 2 ms; longer texts w
 
 COMPILES = 1 << 20  # compiling rules takes as long as encoding a text of this size: not on the loop
 
-# One thread: the order of arrival is kept, and the engine's thread keeps its core.
-_encoder = ThreadPoolExecutor(max_workers=1, thread_name_prefix="encode")
+_QUICK_CHARACTERS = 1 << 17  # what takes under a tenth of a second never waits behind what takes longer
+
+# Few threads each: the order of arrival is all but kept, and the engine's thread keeps its core.
+_quick = ThreadPoolExecutor(max_workers=2, thread_name_prefix="encode")
+_slow = ThreadPoolExecutor(max_workers=max(2, (os.cpu_count() or 1) // 8), thread_name_prefix="encode-long")
+
+_left: contextvars.ContextVar[threading.Event | None] = contextvars.ContextVar("left", default=None)
+_at_work: set[threading.Event] = set()  # one for each piece of work that a thread has or will have
+
+
+class NobodyWaits(Exception):
+    """Ends work off the loop whose result nobody wants any more."""
+
+
+def look() -> None:
+    """For long work off the loop, to be called now and then: raises NobodyWaits when its request is gone."""
+    left = _left.get()
+    if left is not None and left.is_set():
+        raise NobodyWaits
+
+
+def threads_busy() -> bool:
+    """Whether a thread is at work; it may be for long, and cannot be interrupted."""
+    return bool(_at_work)
 
 
 async def off_loop(size: int, work: Callable[..., Any], *args: Any) -> Any:
-    """``work(*args)``, on another thread when ``size`` (characters) is large."""
+    """``work(*args)``, on another thread when ``size`` (characters) is large. When the caller is cancelled, work that
+    has not begun never does, and what has ends where it calls ``look``.
+    """
     if size <= _INLINE_CHARACTERS:
         return work(*args)
-    return await asyncio.get_running_loop().run_in_executor(_encoder, work, *args)
+    left = threading.Event()
+    context = contextvars.copy_context()
+    context.run(_left.set, left)
+    pool = _quick if size <= _QUICK_CHARACTERS or size == COMPILES else _slow
+    _at_work.add(left)
+    future = pool.submit(context.run, work, *args)
+    future.add_done_callback(lambda _: _at_work.discard(left))
+    try:
+        return await asyncio.wrap_future(future)
+    except asyncio.CancelledError:
+        left.set()
+        raise
 
 
-async def encode_text(served: ServedModel, text: str, special: bool) -> list[int]:
-    """Token ids of a plain prompt. special: add the start token where the tokenizer's own settings ask for one."""
+async def encode_text(
+    served: ServedModel, text: str, special: bool, accept: Callable[[str], None] = lambda text: None
+) -> list[int]:
+    """Token ids of a plain prompt. special: add the start token where the tokenizer's own settings ask for one.
+
+    accept: called with the text first, off the loop, too; raises for one that is not to be encoded.
+    """
 
     def work() -> list[int]:
+        accept(text)
         return list(served.tokenizer.encode(text, add_special_tokens=special))
 
     return await off_loop(len(text), work)

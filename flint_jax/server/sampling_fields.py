@@ -7,7 +7,7 @@ from typing import Any
 
 from flint_jax.server.body import Fields
 from flint_jax.server.choices import TextOptions
-from flint_jax.server.errors import TOO_LONG, bad_request
+from flint_jax.server.lengths import check_length
 from flint_jax.server.state import ServedModel
 
 _MAX_STOPS = 64  # stop strings a request; each is watched for at every character
@@ -37,24 +37,6 @@ class Sampling:
         tokens = room if wanted is None else min(wanted, room)
         fitted = self.params.replace(max_tokens=tokens, min_tokens=min(self.params.min_tokens, tokens))
         return list(fitted.choices())
-
-
-def check_length(served: ServedModel, length: int, *, wanted: int, param: str) -> None:
-    """Raise ApiError 400 ``context_length_exceeded`` unless ``length`` + ``wanted`` tokens fit the context.
-
-    Agents look for the words "maximum context length is N tokens" to know that they must shorten their history.
-    """
-    limit = served.max_model_len
-    if length + wanted > limit:
-        output = f" and at least {wanted} for the output" if wanted else ""
-        error = bad_request(
-            f"This model's maximum context length is {limit} tokens. However, you requested {length} tokens in the "
-            f"{param}{output}. Please reduce the length of the {param}.",
-            param,
-            TOO_LONG,
-        )
-        error.tokens = f"{length} tokens > {limit - wanted} maximum"
-        raise error
 
 
 def read_sampling(

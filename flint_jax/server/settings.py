@@ -19,6 +19,7 @@ class ServerSettings:
     max_request_bytes: largest request body.
     keep_alive_s: seconds of silence after which a stream gets a comment line; 0 never.
     shutdown_timeout_s: seconds that running requests get to finish; Docker kills after ten.
+    stall_timeout_s: seconds that the engine may do nothing while requests wait, until /health says so; 0 never.
     max_queued: requests that may wait beyond those that run; None means any number.
     max_logprobs: largest number of alternatives per token.
     force_usage: send the usage chunk in every stream.
@@ -41,6 +42,7 @@ class ServerSettings:
     max_request_bytes: int = 64 << 20
     keep_alive_s: float = 10.0
     shutdown_timeout_s: float = 8.0
+    stall_timeout_s: float = 60.0
     max_queued: int | None = None
     max_logprobs: int = 20
     force_usage: bool = False

@@ -6,13 +6,15 @@ import asyncio
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from flint_jax.server.errors import ApiError
 from flint_jax.server.jobs import Job
+from flint_jax.server.preparing import Preparations
 from flint_jax.server.records import Timings
 from flint_jax.server.settings import ServerSettings
+from flint_jax.server.watchdog import Watchdog
 
 log = logging.getLogger("flint_jax.server")
 
@@ -48,6 +50,13 @@ class ServedModel:
     compilations: Any = None
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
 
+    def checked(self, ids: Sequence[int]) -> Sequence[int]:
+        """A prompt in the form that ``engine.submit`` takes without looking at each token again: once for all choices,
+        and off the loop. Raises RequestError.
+        """
+        check = getattr(self.engine, "checked", None)
+        return ids if check is None else check(ids)
+
     @property
     def max_model_len(self) -> int:
         """Tokens of prompt and output together."""
@@ -63,6 +72,8 @@ class ServerState:
         self.detail = "starting"
         self.served: ServedModel | None = None
         self.jobs: set[Job] = set()
+        self.preparing = Preparations()
+        self.watchdog = Watchdog(settings.stall_timeout_s)
         self.timings = Timings()
 
     def progress(self, detail: str) -> None:
@@ -84,7 +95,9 @@ class ServerState:
 
     def close_jobs(self) -> None:
         """End what is still running with an error, for a shutdown that has waited long enough."""
-        self._fail_jobs(ApiError(503, "the server is shutting down", code="shutting_down"))
+        error = ApiError(503, "the server is shutting down", code="shutting_down")
+        self.preparing.close(error)
+        self._fail_jobs(error)
 
     def refusal(self) -> ApiError | None:
         """Why no request can be served now, or None."""
@@ -96,14 +109,14 @@ class ServerState:
             return engine_failed()
         return None
 
-    def open_job(self, choices: int) -> Job:
-        """A job for one HTTP request that will submit ``choices`` requests to the engine. Close it.
-
-        Raises ApiError 429 when the queue is full.
+    def refuse_when_full(self, choices: int, *, prepared: int = 0) -> None:
+        """Raise ApiError 429 when a request of so many choices would find the queue full: before its text is encoded.
+        Requests that are being prepared count, too; prepared: 1 when this one is among them.
         """
-        assert self.served is not None
+        self._check_room(choices, sum(len(job) for job in self.jobs) + len(self.preparing) - prepared)
+
+    def _check_room(self, choices: int, active: int) -> None:
         limit = self.settings.max_queued
-        active = sum(len(job) for job in self.jobs)
         # a request of more choices than the queue holds is let in when it is alone
         if limit is not None and active and active + choices > self.served.max_num_seqs + limit:
             self.timings.rejected += 1
@@ -113,6 +126,19 @@ class ServerState:
                 f"{limit} waiting (--max-num-queued-reqs)",
                 code="queue_full",
             )
+
+    @property
+    def healthy(self) -> bool:
+        """Whether requests are answered: there is a model, and its engine moves."""
+        return self.phase == READY and not self.watchdog.stalled_s
+
+    def open_job(self, choices: int) -> Job:
+        """A job for one HTTP request that will submit ``choices`` requests to the engine. Close it.
+
+        Raises ApiError 429 when the queue is full.
+        """
+        assert self.served is not None
+        self._check_room(choices, sum(len(job) for job in self.jobs))
         job = Job(
             self.served.engine,
             choices,
@@ -129,12 +155,14 @@ class ServerState:
             log_request(job)
 
     async def watch(self) -> None:
-        """Notice an engine that died, so that nobody waits for it. Runs as long as the server."""
+        """Notice an engine that died or stands still, so that nobody waits for it. Runs as long as the server."""
         while True:
             await asyncio.sleep(_WATCH_S)
             failed = self.served and getattr(self.served.engine, "failed", None)
             if failed is not None and self.phase != FAILED:
                 self.set_failed(failed)
+            if self.served is not None:
+                self.watchdog.look(self.served.engine.stats(), time.monotonic())
 
     def _fail_jobs(self, error: ApiError) -> None:
         for job in list(self.jobs):

@@ -18,10 +18,13 @@ async def health(request: Request) -> Response:
     engine: its counters. prompts: how far the prompts are that are being read, oldest first.
     """
     state: ServerState = request.app.state.server
-    body = {"status": state.phase}
-    if state.detail:
+    stalled = state.watchdog.stalled_s if state.phase == READY else 0.0
+    body = {"status": "stalled" if stalled else state.phase}
+    if stalled:
+        body["detail"] = f"requests wait, and the engine has done nothing for {stalled:.0f} s"
+    elif state.detail:
         body["detail"] = state.detail
-    if state.phase == READY:
+    if state.healthy:
         engine = state.served.engine
         prompts = [prompt_progress(progress) for progress in engine.progress().values()]
         return JsonReply(body | {"engine": engine.stats(), "prompts": prompts})

@@ -19,15 +19,17 @@ async def tokenize(request: Request) -> Response:
     """Token ids of a ``prompt``, or of ``messages`` as the chat route would encode them."""
     state: ServerState = request.app.state.server
     served = state.served
-    fields = await read_object(request, state.settings.max_request_bytes)
+    fields = await read_object(request, state)
     reply_name(fields, state)
     if fields.has("messages"):
-        ids = (await render(read_conversation(fields), served, state.settings)).ids
+        rendered = render(read_conversation(fields), served, state.settings)
+        ids = (await state.preparing.run(rendered, request.receive)).ids
     else:
         prompt = fields.string("prompt")
         if prompt is None:
             raise bad_request("prompt or messages is missing", "prompt", "missing_required_parameter")
-        ids = await encode_text(served, prompt, fields.boolean("add_special_tokens", True))
+        encoded = encode_text(served, prompt, fields.boolean("add_special_tokens", True))
+        ids = await state.preparing.run(encoded, request.receive)
     reply = {"count": len(ids), "max_model_len": served.max_model_len, "tokens": ids}
     if fields.boolean("return_token_strs"):
         reply["token_strs"] = [served.tokenizer.token_string(i) for i in ids]
@@ -38,7 +40,7 @@ async def detokenize(request: Request) -> Response:
     """Text of ``tokens``, special tokens included."""
     state: ServerState = request.app.state.server
     served = state.served
-    fields = await read_object(request, state.settings.max_request_bytes)
+    fields = await read_object(request, state)
     reply_name(fields, state)
     ids = fields.array("tokens")
     if ids is None:

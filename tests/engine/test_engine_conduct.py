@@ -1,5 +1,6 @@
 """The engine's conduct over steps of token ids: aborts, failures, bad listeners, fair turns. No model, no waiting."""
 
+import asyncio
 import random
 import threading
 
@@ -7,6 +8,8 @@ import numpy as np
 import pytest
 
 from flint_jax.engine import Engine
+from flint_jax.errors import RequestError
+from flint_jax.plan import Prompt
 from flint_jax.sampling_params import SamplingParams
 from flint_jax.step import Sizes
 from tests.engine.fake_steps import VOCABULARY, Drawn, FakeSteps, next_token, reply
@@ -454,6 +457,67 @@ def test_a_failure_ends_everything_and_is_remembered():
         submit(engine, [1])
     engine.stop()
     assert idle(engine)
+
+
+@pytest.mark.parametrize("error", [ValueError, asyncio.CancelledError, SystemExit])
+@pytest.mark.parametrize("stop", [False, True])
+def test_at_the_end_all_listeners_are_told_whatever_one_raises(error, stop):
+    engine = make(slots=2)
+    told = []
+
+    def bad(event):
+        if event.finish_reason is not None:
+            told.append(event.finish_reason)
+            raise error("the listener is broken")
+
+    for i in range(2):
+        engine.submit([i], GREEDY.replace(max_tokens=500), on_event=bad)
+    sinks = [submit(engine, [i], GREEDY.replace(max_tokens=500)) for i in range(3)]
+    end, broken = engine.scheduler.end, [True]
+
+    def fails_once(request, keep):
+        if broken:
+            raise KeyError(broken.pop())
+        return end(request, keep=keep)
+
+    engine.scheduler.end = fails_once
+    if not stop:
+        engine.steps.decode = lambda slots, fast=False: 1 / 0
+    engine.start()
+    if stop:
+        engine.stop()
+    for sink in sinks:
+        assert sink.done.wait(60)
+    assert [s.last.finish_reason for s in sinks] == ["abort" if stop else "error"] * 3
+    assert len(told) == 2
+    engine.stop()
+
+
+def test_a_checked_prompt_costs_nothing_for_its_length():
+    engine = make()
+    prompt = engine.checked(np.arange(10) % 7)
+    assert engine.checked(list(prompt)) == prompt == tuple(i % 7 for i in range(10))
+    iterated = []
+
+    class Watched(Prompt):
+        def __iter__(self):
+            iterated.append(1)
+            return super().__iter__()
+
+    watched = Watched(prompt)
+    watched.rows, watched.packed = prompt.rows, prompt.packed
+    sink = Sink()
+    engine.submit(watched, GREEDY.replace(max_tokens=3), on_event=sink)
+    assert not iterated
+    (job,) = engine._jobs.values()
+    assert job.request._prompt_bytes is prompt.packed  # nor converted once more
+    run(engine)
+    assert sink.tokens == reply(list(prompt), 3, WINDOW)
+    for wrong in ([-1], [10**6], [3, 10**6]):
+        with pytest.raises(RequestError, match="outside the vocabulary"):
+            engine.checked(wrong)
+        with pytest.raises(RequestError, match="outside the vocabulary"):
+            engine.submit(wrong, GREEDY, on_event=sink)
 
 
 def test_nobody_is_lost_who_comes_while_the_engine_fails():

@@ -301,8 +301,12 @@ def test_scale_byte_rules(tmp_path, caplog):
     data = tensors["blk.2.ffn_up_exps.weight"][1]
     data[3, 5, 0] = 0xB8
     data[0, 0, 1] = 0x7F
+    place = r"blk\.2\.ffn_up_exps\.weight\[3, 5, 0\]: the scale of this block of 16 weights is 0xB8"
+    with pytest.raises(CheckpointError, match=place):
+        load(save(tmp_path, tensors))
     with caplog.at_level(logging.WARNING):
-        tree = load(save(tmp_path, tensors))
+        ckpt = loaders.open_checkpoint(save(tmp_path, tensors), clear_scale_signs=True)
+        tree = loaders.load_weights(ckpt, progress=False)
     assert "blk.2.ffn_up_exps.weight: 1 NVFP4 block scales" in caplog.text
     scales = np.asarray(tree["expert_gate_up"].scales)
     assert (scales[0, 3, 64 + 5, 0], scales[0, 0, 64, 1]) == (0x38, 0)
@@ -373,6 +377,34 @@ def test_scale_missing_short_or_left_over(tmp_path):
     tensors["blk.2.ffn_gate_exps.scale"] = scale
     tensors["blk.2.ffn_gate_inp.scale"] = ("F32", np.ones(1, np.float32))
     assert "1 unexpected: blk.2.ffn_gate_inp.scale" in refused(save(tmp_path, tensors))
+
+
+def test_no_global_scale_at_all(tmp_path, caplog):
+    """They are optional in GGUF: a file without any has them as 1, and one word says so."""
+    tensors = {name: t for name, t in files.gguf_model().items() if not name.endswith(".scale")}
+    with caplog.at_level(logging.WARNING):
+        tree = load(save(tmp_path, tensors))
+    assert len([r for r in caplog.records if "no global scale" in r.getMessage()]) == 1
+    for name in ("qkv", "expert_gate_up", "head"):
+        assert isinstance(tree[name], nvfp4.Packed)
+        np.testing.assert_array_equal(np.asarray(tree[name].global_scale), 1)
+
+
+@pytest.mark.parametrize("byte", [0x80, 0xB8, 0xFE, 0xFF])
+def test_bad_block_scales_are_named_in_any_leaf_and_piece(tmp_path, monkeypatch, byte):
+    """Leaves made on the host and on the device, mixed stacks, pieces that are not the first."""
+    monkeypatch.setattr(assemble, "PIECE_BYTES", 2000)
+    tensors = files.gguf_model()
+    tensors["blk.2.attn_v.weight"][1][7, 1] = byte
+    for host_bytes in (place.HOST_BYTES, 0):
+        monkeypatch.setattr(place, "HOST_BYTES", host_bytes)
+        with pytest.raises(CheckpointError, match=rf"blk\.2\.attn_v\.weight\[7, 16\].*0x{byte:02X}"):
+            load(save(tmp_path, tensors))
+    mixed = dict(tensors)
+    mixed["blk.1.attn_k.weight"] = ("F32", np.zeros((64, 64), np.float32))
+    del mixed["blk.1.attn_k.scale"]
+    with pytest.raises(CheckpointError, match=r"blk\.2\.attn_v\.weight\[7, 16\]"):
+        load(save(tmp_path, mixed))
 
 
 def test_one_scale_for_all_experts(tmp_path):

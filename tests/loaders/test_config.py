@@ -245,7 +245,9 @@ def test_gguf_stop_ids_come_from_all_their_keys():
         ({"flint__block_count": None}, "flint.block_count is missing"),
         ({"flint__attention__sliding_window_pattern": [True]}, "sliding_window_pattern has 1 entries"),
         ({"flint__attention__sliding_window_pattern": 4}, "sliding_window_pattern = 4"),
-        ({"flint__attention__rope_pattern": [0, 0, 1, 0]}, "rope_pattern has 4 entries"),
+        ({"flint__attention__rope_pattern": [0, 0, 2, 0]}, "rope_pattern = [0, 0, 2, 0]; need a boolean (or 0, 1)"),
+        ({"flint__attention__rope_pattern": "yes"}, "rope_pattern = 'yes'"),
+        ({"flint__attention__rope_pattern": [0, 0, 1]}, "rope_pattern has 3 entries"),
         ({"flint__expert_gating_func": 1}, "flint.expert_gating_func = 1"),
         ({"flint__expert_group_count": 4}, "flint.expert_group_count = 4"),
         ({"flint__rope__scaling__type": "yarn"}, "flint.rope.scaling.type = 'yarn'"),
@@ -296,6 +298,20 @@ def test_gguf_other_layer_patterns():
     assert config.layer_types == (SLIDING, FULL, SLIDING, SLIDING)
     assert config.rope_layers == (True, True, False, True)
     assert config.mlp_only_layers == (0,)
+
+
+@pytest.mark.parametrize("numbers", [np.array([0, 0, 1, 0], np.int32), [0, 0, 1, 0], np.array([0, 0, 1, 0], np.uint8)])
+def test_gguf_layer_patterns_as_numbers(numbers):
+    given = {"flint__attention__sliding_window_pattern": numbers, "flint__attention__rope_pattern": numbers}
+    assert config_from_gguf(files.metadata(**given), 128) == files.config()
+
+
+@pytest.mark.parametrize("one", [True, False, 1, 0])
+def test_gguf_layer_pattern_of_one_value_for_all(one):
+    given = {"flint__attention__sliding_window_pattern": one, "flint__attention__rope_pattern": one}
+    config = config_from_gguf(files.metadata(**given), 128)
+    assert config.layer_types == ((SLIDING if one else FULL),) * 4
+    assert config.rope_layers == (bool(one),) * 4
 
 
 # -- generation defaults ---------------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from loaders import describe, export, gguf, orbax, partial, safetensors, synthet
 from loaders.convert import convert
 from loaders.convert import main as command
 from pallas_kernels import nvfp4
+from tests.loaders import files
 from tests.model.test_oracle import PYTHON
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
@@ -238,6 +239,34 @@ def test_refusals(tmp_path, published, capsys, monkeypatch):
     monkeypatch.setattr("loaders.convert.open_checkpoint", lambda *a, **k: Path("/dev/full").write_bytes(b"x"))
     assert main(["convert", str(published), str(tmp_path / "y2.gguf")]) == 2  # one line, not a traceback
     assert "error: [Errno" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["out.onnx", "out.bin", "out.safetensors", "out.pt", "out.gguff"])
+def test_the_ending_of_another_format_is_refused(tmp_path, published, name):
+    with pytest.raises(CheckpointError, match=rf"no format here has the ending \{name[3:]}"):
+        convert(published, tmp_path / name)
+    assert not list(tmp_path.iterdir())
+    assert export.format_of(Path(name), "safetensors") == "safetensors"
+    assert [export.format_of(Path(p), None) for p in ("flint-1.5", "flint", "a.GGUF", "b.orbax")] == [
+        "safetensors", "safetensors", "gguf", "orbax",
+    ]  # fmt: skip
+
+
+def test_signs_of_block_scales_are_cleared_on_demand(tmp_path, capsys):
+    tensors = files.gguf_model()
+    tensors["blk.2.ffn_up_exps.weight"][1][3, 5, 0] |= 0x80
+    source = files.save_gguf(tmp_path / "signed.gguf", tensors)
+    from flint_jax.__main__ import main
+
+    for to in (["x.gguf"], ["x"], ["x.gguf", "--format", "bf16"]):
+        assert main(["convert", str(source), str(tmp_path / to[0]), *to[1:], "--tokenizer", "none"]) == 2
+        assert "--clear-scale-signs" in capsys.readouterr().err
+    assert main(["convert", str(source), str(tmp_path / "y.gguf"), "--tokenizer", "none", "--clear-scale-signs"]) == 0
+    tensors["blk.2.ffn_up_exps.weight"][1][3, 5, 0] &= 0x7F
+    clean = loaders.open_checkpoint(files.save_gguf(tmp_path / "clean.gguf", tensors))
+    made = loaders.open_checkpoint(tmp_path / "y.gguf")
+    for a, b in zip(*(jax.tree.leaves(loaders.load_weights(c, progress=False)) for c in (made, clean)), strict=True):
+        np.testing.assert_array_equal(a, b)
 
 
 # -- interrupted and damaged -------------------------------------------------------------------------------------------

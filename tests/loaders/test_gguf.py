@@ -224,6 +224,32 @@ def test_split_file_with_a_part_twice(tmp_path):
         gguf.open_gguf(paths[1])
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("split.tensors.count", 7),
+        ("general.architecture", "llama"),
+        ("general.file_type", 1),
+        ("general.name", "another"),
+        ("flint.block_count", 5),
+        ("flint.attention.rope_pattern", [True, False, True, False]),
+        ("general.uuid", "only here"),
+    ],
+)
+def test_split_file_whose_parts_say_different_things(tmp_path, key, value):
+    paths, tensors = split(tmp_path)
+    names = list(tensors)
+    values = files.metadata() | {"split.no": 1, "split.count": 3, "split.tensors.count": len(tensors)}
+    part = {n: tensors[n] for n in names[1::3]}
+    files.save_gguf(paths[1], part, values)  # the first part's words again
+    assert gguf.open_gguf(paths[0]).paths == tuple(paths)
+    files.save_gguf(paths[1], part, values | {key: value})
+    for read in (gguf.open_gguf, gguf.read_metadata):
+        for path in paths[1:]:
+            with pytest.raises(CheckpointError, match=rf"00002-of-00003.gguf: {key} = .*part 1.*00001-of-00003"):
+                read(path)
+
+
 def test_headers_broken_at_random(tmp_path):
     """3000 mutations of a small valid file: each loads or raises CheckpointError, in a moment."""
     tensors = {k: v for k, v in files.gguf_model().items() if "blk" not in k}

@@ -1,6 +1,7 @@
 """The safetensors reader: damage, incomplete sets and ambiguous sets end in a CheckpointError."""
 
 import json
+import logging
 import random
 import shutil
 import time
@@ -10,6 +11,7 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
+import loaders
 from flint_jax.errors import CheckpointError
 from loaders import safetensors
 from tests.loaders import files
@@ -159,5 +161,42 @@ def test_index_and_files_disagree(tmp_path):
     assert "no weight_map" in with_map({})
     index.write_text("{")
     assert "not valid JSON" in error(tmp_path)
-    save_file({"b": np.zeros(2, np.float32), "a": np.zeros(2, np.float32)}, tmp_path / "2.safetensors")
-    assert "tensor a is also in 1.safetensors" in with_map({"a": "1.safetensors", "b": "2.safetensors"})
+
+
+def test_the_index_settles_where_a_tensor_is(tmp_path, caplog):
+    """Copies elsewhere are not read, whatever their type; what the index leaves out is kept, with a word."""
+    one, two = np.ones(2, np.float32), np.full(2, 2, np.float32)
+    save_file({"a": one, "c": one, "d": one, "e": one}, tmp_path / "1.safetensors")
+    save_file(
+        {"b": two, "a": two, "d": two, "f": np.zeros(2, np.int64), "c": np.zeros(2, np.int64)},
+        tmp_path / "2.safetensors",
+    )
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "1.safetensors", "c": "1.safetensors", "b": "2.safetensors"}}))
+    with caplog.at_level(logging.WARNING):
+        opened = safetensors.open_safetensors(tmp_path)
+    assert {name: t.file.path.name[0] for name, t in opened.tensors.items()} == {"a": "1", "c": "1", "b": "2", "e": "1"}
+    np.testing.assert_array_equal(opened.tensors["a"].array(), one)
+    assert opened.unlisted == {"e"}
+    for name in ("a", "c"):
+        assert f"{name} in 2.safetensors" in caplog.text
+    assert "does not list tensors that the files hold: d, e, f" in caplog.text
+
+
+def test_a_model_with_tensors_outside_its_index(tmp_path, caplog):
+    """One more that nobody needs, a copy elsewhere, and one that is needed: the model loads."""
+    tensors = files.safetensors_model()
+    folder = files.save_safetensors(tmp_path / "m", tensors, shards=2)
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    names = [n for n, file in index["weight_map"].items() if "00001-" in file]
+    second = {n: tensors[n] for n, file in index["weight_map"].items() if "00002-" in file}
+    save_file(
+        second | {"extra": np.zeros(2, np.float32), names[0]: np.zeros(3, np.float32)},
+        folder / "model-00002-of-00002.safetensors",
+    )
+    del index["weight_map"][names[1]]
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with caplog.at_level(logging.WARNING):
+        loaders.open_checkpoint(folder)
+    assert f"{names[0]} in model-00002" in caplog.text
+    assert "extra" in caplog.text

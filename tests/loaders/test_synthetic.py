@@ -442,7 +442,26 @@ def test_cache_folder_falls_back(tmp_path, monkeypatch):
     assert not str(synthetic._cache_folder()).startswith(str(tmp_path / "file"))
 
 
+def test_command_overwrites_nothing_and_makes_no_folders(tmp_path, capsys):
+    there = tmp_path / "there.gguf"
+    there.write_bytes(b"precious")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "config.json").write_text("mine")
+    for path, word in (
+        (there, "exists already"),
+        (tmp_path / "full", "exists already and is not empty"),
+        (tmp_path / "missing" / "x.gguf", "there is no folder"),
+        (tmp_path / "missing" / "x", "there is no folder"),
+    ):
+        with pytest.raises(SystemExit):
+            synthetic.main([str(path), "--layers", "2"])
+        assert word in capsys.readouterr().err
+    assert there.read_bytes() == b"precious"
+    assert sorted(p.name for p in tmp_path.rglob("*")) == ["config.json", "full", "there.gguf"]
+
+
 def test_command(tmp_path, capsys):
+    (tmp_path / "a").mkdir()
     assert synthetic.main([str(tmp_path / "a" / "x.gguf"), "--layers", "3", "--seed", "7", "--threads", "2"]) == 0
     assert "GB/s" in capsys.readouterr().out
     assert loaders.open_checkpoint(tmp_path / "a" / "x.gguf").config.num_hidden_layers == 3

@@ -29,13 +29,16 @@ HI = {"messages": [{"role": "user", "content": "hi"}], "stream": True}
 class Process:
     """A server process. load_s: seconds of loading; load_error: "checkpoint" or "bug"; the rest as in ServerSettings.
 
-    err: file that gets what it prints. deaf: nobody reads its standard output any more.
+    stop_s: seconds that the engine takes to come to the end of its step. err: file that gets what it prints.
+    deaf: nobody reads its standard output any more.
     """
 
-    def __init__(self, err: Path, *, load_s=0.0, load_error=None, text="abc", token_s=0.0, deaf=False, **settings):
+    def __init__(
+        self, err: Path, *, load_s=0.0, load_error=None, text="abc", token_s=0.0, deaf=False, stop_s=0.0, **settings
+    ):
         self._news, far_end = context.Pipe(duplex=False)
         self._err = err
-        args = (far_end, str(err), load_s, load_error, text, token_s, deaf, settings)
+        args = (far_end, str(err), load_s, load_error, text, token_s, deaf, stop_s, settings)
         self.process = context.Process(target=_run, args=args)
         self.process.start()
         far_end.close()
@@ -76,7 +79,7 @@ class Process:
         return thread, received
 
 
-def _run(news, err, load_s, load_error, text, token_s, deaf, settings) -> None:
+def _run(news, err, load_s, load_error, text, token_s, deaf, stop_s, settings) -> None:
     file = os.open(err, os.O_CREAT | os.O_WRONLY)
     os.dup2(file, 1)
     os.dup2(file, 2)
@@ -95,6 +98,7 @@ def _run(news, err, load_s, load_error, text, token_s, deaf, settings) -> None:
         engine = FakeEngine()
         engine.script = lambda prompt, params: Script(tokenizer().encode(text), token_s=token_s)
         engine.start()
+        stop, engine.stop = engine.stop, lambda: (time.sleep(stop_s), stop())
         return served_model(engine)
 
     sock = bind("127.0.0.1", 0)

@@ -106,6 +106,42 @@ def test_echo_puts_the_prompt_first(server):
     assert list(texts.values()) == ["abcd", "abcd", "xcd", "xcd"]
 
 
+BIRD = "🦜"  # four bytes, each a token of its own
+
+
+@pytest.mark.parametrize("cut", [1, 2, 3])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_prompt_that_ends_within_a_character(server, cut, stream):
+    """The output says the character whole when it completes it; nothing of it is said twice or as U+FFFD."""
+    whole = ids("a" + BIRD)
+    prompt, rest = whole[: 1 + cut], whole[1 + cut :]
+    assert len(whole) == 5
+
+    def text(**fields):
+        if not stream:
+            return complete(server, prompt=prompt, **fields)["choices"][0]["text"]
+        return "".join(c["choices"][0]["text"] for c in chunks(server, prompt=prompt, **fields))
+
+    server.says([*rest, *ids("b")])
+    assert text() == BIRD + "b"
+    assert text(echo=True) == "a" + BIRD + "b"
+    assert text(stop=BIRD) == ""
+    server.says(ids("b"))  # does not complete it
+    assert text() == "b"
+    assert text(echo=True) == "a\ufffdb"
+    assert text(echo=True, max_tokens=0) == "a\ufffd"
+    server.says([])
+    assert text() == ""
+
+
+def test_offsets_of_a_prompt_that_ends_within_a_character(server):
+    whole = ids("a" + BIRD)
+    server.says([*whole[3:], *ids("b")])
+    choice = complete(server, prompt=whole[:3], echo=True, logprobs=0)["choices"][0]
+    assert choice["text"] == "a" + BIRD + "b"
+    assert choice["logprobs"]["text_offset"] == [0, 1, 1, 1, 1, 2]
+
+
 @pytest.mark.parametrize("echo", [False, True])
 def test_no_tokens_at_all(server, echo):
     reply = complete(server, max_tokens=0, echo=echo)

@@ -2,6 +2,7 @@
 
 import json
 import threading
+import time
 
 import httpx
 import openai
@@ -10,6 +11,7 @@ import pytest
 import flint_jax
 from flint_jax.server.app import ROUTES
 from flint_jax.server.middleware import ALWAYS_PATHS
+from flint_jax.server.watchdog import Watchdog
 from tests.server.fake_engine import FakeEngine, Script
 from tests.server.harness import running, tokenizer, wait_until
 
@@ -254,6 +256,58 @@ def test_an_engine_that_dies_without_a_word_does_not_hang_its_clients():
         thread.join(5)
         is_error(got[0], 500, "engine_failed")
         server.engine.failed = None
+
+
+def test_an_engine_that_stands_still_turns_health_red_until_it_moves(caplog):
+    gate = threading.Event()
+    with running(stall_timeout_s=0.6) as server:
+        assert server.http.get("/health").status_code == 200
+        time.sleep(1.2)
+        assert server.http.get("/health").status_code == 200  # idle is not still
+        server.says("ab", gate=gate)
+        got = []
+        threads = [threading.Thread(target=lambda: got.append(server.chat()))]
+        threads[0].start()
+        wait_until(lambda: server.engine.stats()["running"] == 1)
+        started = time.monotonic()
+        while server.http.get("/health").status_code == 200:  # those who come meanwhile do not make it look alive
+            assert time.monotonic() - started < 8
+            if len(threads) < 8:
+                threads.append(threading.Thread(target=lambda: got.append(server.chat())))
+                threads[-1].start()
+            time.sleep(0.2)
+        health = server.http.get("/health")
+        assert (health.json()["status"], health.headers["retry-after"]) == ("stalled", "2")
+        assert "nothing for" in health.json()["detail"]
+        assert "ready{" in server.http.get("/metrics").text
+        assert caplog.text.count("the engine has done nothing") == 1
+        gate.set()
+        for thread in threads:
+            thread.join()
+        wait_until(lambda: server.http.get("/health").status_code == 200)
+        assert all(r.is_success for r in got)
+        assert "the engine moves again" in caplog.text
+
+
+def test_the_watchdog_can_be_switched_off():
+    dog = Watchdog(0.0)
+    for now in range(0, 1000, 100):
+        dog.look({"running": 1}, now)
+        assert not dog.stalled_s
+
+
+def test_any_move_of_the_engine_counts():
+    dog = Watchdog(10.0)
+    stats = {"running": 1, "waiting": 1, "prefilled_tokens": 0}
+    for now in range(0, 100, 9):
+        dog.look(dict(stats), now)
+        assert not dog.stalled_s
+        stats["prefilled_tokens"] += 64
+    dog.look(dict(stats) | {"waiting": 5}, 100)
+    dog.look(dict(stats) | {"waiting": 9}, 111)
+    assert dog.stalled_s == 11.0
+    dog.look({"running": 0, "waiting": 0}, 112)
+    assert not dog.stalled_s
 
 
 # -- tokenising --------------------------------------------------------------------------------------------------------

@@ -2,6 +2,10 @@
 
 import json
 
+import pytest
+
+from flint_jax.server.choices import Token
+from flint_jax.server.logprobs import completion_logprobs, token_text
 from tests.server.harness import sse_data, tokenizer
 
 HELLO = [{"role": "user", "content": "hi"}]
@@ -52,6 +56,16 @@ def test_completion_format_through_the_official_client(server):
     for token, offset in zip(lp.tokens, lp.text_offset, strict=True):
         assert token.startswith("bytes:") or text[offset:].startswith(token)
     assert lp.text_offset[-1] == 3
+
+
+@pytest.mark.parametrize("own", [-3.0, -0.5])
+def test_of_two_tokens_with_the_same_text_the_sampled_one_counts(own):
+    """Padding rows, for instance, all have the empty text."""
+    spare = [i for i in range(2000) if tokenizer().token_bytes(i) == b""][:3]
+    token = Token(spare[0], own, ((spare[1], -1.0), (5, -2.0), (spare[2], -4.0)), 0)
+    lists = completion_logprobs(tokenizer(), [token], top=True, shift=0)
+    assert lists["token_logprobs"] == [own]
+    assert lists["top_logprobs"] == [{"": own, token_text(tokenizer(), 5): -2.0}]
 
 
 def test_completion_format_with_no_alternatives(server):

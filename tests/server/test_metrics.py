@@ -183,6 +183,20 @@ def test_the_line_of_statistics_is_silent_when_nothing_runs(server):
         server.engine.stats = genuine
 
 
+def test_the_line_counts_a_prompt_as_it_is_read(server):
+    """Not in full when it is admitted, and then nothing: that looks like a hang. What was cached was not read."""
+    stats = {"running": 1, "waiting": 0, "prompt_tokens": 4000, "prefilled_tokens": 0, "pages": 10, "free_pages": 5}
+    server.engine.stats, genuine = (lambda: dict(stats)), server.engine.stats
+    try:
+        log = IntervalLog(server.state)
+        for now, read, rate in ((0.0, 0, ""), (10.0, 1000, "100.0"), (20.0, 2500, "150.0"), (30.0, 3500, "100.0")):
+            stats["prefilled_tokens"] = read
+            line = log.line(now)
+            assert f"prompt {rate or '0.0'} tok/s" in line
+    finally:
+        server.engine.stats = genuine
+
+
 def test_statistics_are_logged_while_there_is_work(caplog):
     caplog.set_level(logging.INFO, "flint_jax.server")
     with running(log_stats_s=0.05) as server:

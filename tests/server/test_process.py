@@ -4,6 +4,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -93,6 +94,67 @@ def test_a_second_signal_ends_it_at_once(process, number):
     assert p.end()[0] == 128 + number
     thread.join()
     assert received[-1] == "cut"
+
+
+@pytest.mark.parametrize("path", ["/tokenize", "/v1/messages/count_tokens"])
+def test_long_texts_do_not_hold_up_the_end(process, path):
+    """A text that would be encoded for a minute: its sender gets a 503 in the route's form, and the process ends."""
+    p = process(shutdown_timeout_s=0.5)
+    p.wait_ready()
+    text = "The harbour was quiet. " * 1_000_000
+    got = []
+
+    def ask():
+        body = {"prompt": text} if path == "/tokenize" else {"messages": [{"role": "user", "content": text}]}
+        got.append(httpx.post(p.url + path, json=body, timeout=60))
+
+    threads = [threading.Thread(target=ask) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    time.sleep(3)
+    assert not got
+    started = time.monotonic()
+    p.signal(signal.SIGTERM)
+    code, printed = p.end(10)
+    assert time.monotonic() - started < 0.5 + 2 + 1  # one for a busy machine
+    assert code == 0
+    assert "Traceback" not in printed
+    for thread in threads:
+        thread.join()
+    assert [r.status_code for r in got] == [503] * 3
+    for response in got:
+        assert "shutting down" in response.json()["error"]["message"]
+
+
+def test_a_body_that_never_ends_does_not_hold_up_the_end(process):
+    p = process(shutdown_timeout_s=0.5)
+    p.wait_ready()
+    host, port = p.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=10) as half:
+        half.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+        time.sleep(0.3)
+        started = time.monotonic()
+        p.signal(signal.SIGTERM)
+        assert half.recv(65536).startswith(b"HTTP/1.1 503")
+        code, printed = p.end(10)
+    assert time.monotonic() - started < 0.5 + 2 + 1
+    assert code == 0
+    assert "Traceback" not in printed
+
+
+def test_a_step_that_never_returns_does_not_hold_up_the_end(process):
+    p = process(text="ab " * 80, token_s=100, stop_s=60, shutdown_timeout_s=0.5)
+    p.wait_ready()
+    thread, received = p.stream()
+    time.sleep(0.5)
+    started = time.monotonic()
+    p.signal(signal.SIGTERM)
+    code, printed = p.end(10)
+    assert time.monotonic() - started < 0.5 + 2 + 1
+    assert code == 0
+    assert "leaving without it" in printed
+    thread.join()
+    assert last_error(received)["code"] == "shutting_down"
 
 
 def test_a_signal_counts_when_nobody_reads_the_output(process):
