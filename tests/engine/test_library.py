@@ -1,4 +1,4 @@
-"""The library's generate and chat: keywords, lists, streams, live weights, interruptions, and a word while compiling."""
+"""The library's generate and chat: keywords, lists, streams, live weights, interruptions, and words on compiling."""
 
 import gc
 

@@ -10,13 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from flint_jax import sampling, tiles
+from flint_jax import decode, sampling, tiles
 from flint_jax.config import FULL, SLIDING, FlintConfig
 from flint_jax.model import Flint
 from flint_jax.numerics import Numerics
 from flint_jax.random_weights import random_weights
+from flint_jax.research import lora
 from flint_jax.sampling_params import SamplingParams
 from flint_jax.step import Sizes, Steps
+from flint_jax.weights import shapes
 from loaders.synthetic import preset, spread
 from pallas_kernels import device
 from tests.model.golden import row_error
@@ -125,6 +127,32 @@ def test_same_logits_as_the_module_tree(weight_format):
     margin = np.sort(want, -1)[..., -1] - np.sort(want, -1)[..., -2]
     clear = fed & (margin > 0.1)
     assert (tokens == want_tokens)[clear].mean() >= 0.9
+
+
+@pytest.mark.parametrize("stack", [*(n for n, spec in shapes(CONFIG).items() if spec.is_matrix), "plain o"])
+def test_adapters_on_any_matrix_decode_over_tiles(stack):
+    """Their sums in bfloat16 differ from those of merged weights, so a large addition is compared with none."""
+    rng = np.random.default_rng(1)
+    prompts = [rng.integers(0, CONFIG.vocab_size, n) for n in (7, 9)]
+    model = Flint(CONFIG, tiles.tile_weights(dict(weights("nvfp4"))), NUMERICS)
+    assert decode.supported(model)
+    if stack == "plain o":
+        model.stacks["o"].set_value(weights("bf16")["o"])
+        adapted = model
+        want = Flint(CONFIG, dict(weights("nvfp4")) | {"o": weights("bf16")["o"]}, NUMERICS)
+    else:
+        adapters = lora.create(CONFIG, [stack], rank=2, alpha=2.0)
+        up = {stack: jax.random.normal(jax.random.key(1), adapters.up[stack].shape) * 0.05}
+        adapters = lora.Adapters(adapters.down, up, adapters.alpha)
+        adapted = lora.apply(model, adapters)
+        want = Flint(CONFIG, lora.attach(dict(weights("nvfp4")), adapters), NUMERICS)
+    assert not decode.supported(adapted)
+    sizes = Sizes(2, 24, 700, (2,), (64,))
+    _, got = replies(Steps(adapted, sizes), prompts, 2)
+    _, wanted = replies(Steps(want, sizes), prompts, 2)
+    assert row_error(got[0], wanted[0]) < 0.02
+    _, bare = replies(Steps(Flint(CONFIG, dict(weights("nvfp4")), NUMERICS), sizes), prompts, 2)
+    assert row_error(got[0], bare[0]) > 0.02
 
 
 def test_runs_are_bit_equal():
