@@ -81,7 +81,7 @@ def test_one_line_says_what_is_wrong(line, match, capsys, monkeypatch):
 
 def test_near_is_one_word_or_none():
     assert near("--tensor-parallel", ["--tensor-parallel-size", "--seed"]) == "--tensor-parallel-size"
-    assert near("--max", ["--max-a", "--max-b"]) is None
+    assert near("--max", ["--max-model-len", "--max-num-seqs"]) is None
     assert near("--x", ["--yx-x", "--seed"]) is None
 
 
@@ -90,7 +90,8 @@ def test_near_is_one_word_or_none():
     [("uvicorn", "serve", "serve"), ("starlette", "serve --help", "serve"), ("huggingface_hub", "serve a/b", "hub")],
 )
 def test_a_missing_extra_is_one_line_with_the_cure(module, line, extra):
-    program = f"import sys; sys.modules[{module!r}] = None; from flint_jax.__main__ import main; sys.exit(main({line.split()}))"
+    run = f"from flint_jax.__main__ import main; sys.exit(main({line.split()}))"
+    program = f"import sys; sys.modules[{module!r}] = None; {run}"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 2, done.stderr
     assert f"pip install 'flint-jax[{extra}]'" in done.stderr

@@ -140,7 +140,18 @@ def test_info_reads_no_weights(capsys):
 
 def test_generate_prints_the_goldens_text(capsys):
     item = ITEMS["T2-nvfp4"][0]
-    flags = ["--dtype", "float32", "--numerics", "transformers", "--temperature", "0", "--max-tokens", "4", "--json"]
+    flags = [
+        "--dtype",
+        "float32",
+        "--numerics",
+        "transformers",
+        "--temperature",
+        "0",
+        "--max-tokens",
+        "4",
+        "--json",
+        "--raw",
+    ]
     assert main(["generate", "--model", str(golden.FOLDER / "T2-nvfp4"), *flags, item["prompt"]]) == 0
     assert json.loads(capsys.readouterr().out)["token_ids"] == item["tokens"][:4]
 

@@ -132,6 +132,11 @@ def test_same_logits_as_the_module_tree(weight_format):
 MATRICES = [name for name, spec in shapes(CONFIG).items() if spec.is_matrix]
 
 
+@functools.cache
+def tiled():
+    return tiles.tile_weights(dict(weights("nvfp4")))
+
+
 def with_adapters(model, stacks):
     made = lora.create(CONFIG, stacks, rank=2, alpha=2.0)
     up = {n: 0.05 * jax.random.normal(jax.random.key(i), made.up[n].shape) for i, n in enumerate(stacks)}
@@ -140,11 +145,10 @@ def with_adapters(model, stacks):
 
 @pytest.mark.parametrize("stack", MATRICES)
 def test_a_matrix_that_is_not_in_tiles_keeps_the_kernels_off(stack):
-    tiled = tiles.tile_weights(dict(weights("nvfp4")))
-    model = Flint(CONFIG, tiled, NUMERICS)
+    model = Flint(CONFIG, dict(tiled()), NUMERICS)
     assert decode.supported(model)
     assert not decode.supported(with_adapters(model, [stack]))
-    assert not decode.supported(Flint(CONFIG, tiled | {stack: weights("bf16")[stack]}, NUMERICS))
+    assert not decode.supported(Flint(CONFIG, tiled() | {stack: weights("bf16")[stack]}, NUMERICS))
     assert decode.supported(model)
 
 
@@ -154,13 +158,12 @@ def test_adapters_decode_over_tiles():
     prompts = [rng.integers(0, CONFIG.vocab_size, n) for n in (7, 9)]
     stacks = [name for name in MATRICES if name != "qkv"]
     plain = Flint(CONFIG, dict(weights("nvfp4")), NUMERICS)
-    tiled = Flint(CONFIG, tiles.tile_weights(dict(weights("nvfp4"))), NUMERICS)
     sizes = Sizes(2, 24, 700, (2,), (16,))
 
     def first(model):
         return replies(Steps(model, sizes), prompts, 1)[1][0]
 
-    got = first(with_adapters(tiled, stacks))
+    got = first(with_adapters(Flint(CONFIG, dict(tiled()), NUMERICS), stacks))
     assert row_error(got, first(with_adapters(plain, stacks))) < 0.02
     assert row_error(got, first(plain)) > 0.05
 
