@@ -175,6 +175,33 @@ def test_generate_follows_the_live_weights():
     np.testing.assert_allclose([t.logprob for t in zeroed.logprobs], score, atol=1e-4)
 
 
+def test_an_engine_of_ones_own_takes_up_changes_and_forgets_prefixes():
+    lm = flint_jax.load(golden.FOLDER / "T1", dtype="float32", progress=False)
+    engine = lm.make_engine(max_num_seqs=1, max_num_batched_tokens=64, compile_ahead=False)
+    prompt, params = list(range(1, 41)), SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
+
+    def ask():
+        events = []
+        engine.submit(prompt, params, on_event=events.append)
+        while engine.step():
+            pass
+        return events[-1].cached_tokens, tuple(t for e in events for t in e.token_ids)
+
+    assert ask()[0] == 0
+    assert ask()[0] == 39
+    engine.set_weights(lm.model)  # nothing has changed: nothing is forgotten
+    assert ask()[0] == 39
+    o = lm.model.blocks[2].attn.o
+    o.matrix = o.matrix * 0
+    engine.submit(prompt, params, on_event=lambda event: None)
+    with pytest.raises(RuntimeError, match="requests are running"):
+        engine.set_weights(lm.model)
+    while engine.step():
+        pass
+    engine.set_weights(lm.model)
+    assert ask() == (0, lm.generate(prompt, params).token_ids)
+
+
 def test_a_packed_stack_may_become_plain():
     from flint_jax.research import lora
 
