@@ -58,12 +58,14 @@ class LoadReport:
     def short(self) -> str:
         """One line for people."""
         rate = self.nbytes / 1e9 / max(self.seconds, 1e-9)
-        return f"loaded {self.nbytes / 1e9:.2f} GB in {self.seconds:.1f} s ({rate:.2f} GB/s)"
+        return (
+            f"loaded {self.nbytes / 1e9:.2f} GB in {self.seconds:.1f} s ({rate:.2f} GB/s); host memory peak "
+            f"{self.peak_rss / 2**30:.2f} GiB"
+        )
 
     def __str__(self) -> str:
         return (
-            f"{self.short}; host memory peak "
-            f"{self.peak_rss / 2**30:.2f} GiB, of it {self.peak_anonymous / 2**30:.2f} GiB not mapped files "
+            f"{self.short}, of it {self.peak_anonymous / 2**30:.2f} GiB not mapped files "
             f"({self.base_anonymous / 2**30:.2f} GiB before the load)"
         )
 
