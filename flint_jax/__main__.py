@@ -25,7 +25,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         args = _parser().parse_args(words[:1] if own else words)
         args.rest = words[1:]
-        _show_log()
+        if args.run is not _serve:  # it shows its log itself, with levels
+            _show_log()
         return args.run(args)
     except SystemExit as end:  # of argparse, which has said what is wrong, or has given help
         return end.code if isinstance(end.code, int) else 0

@@ -170,6 +170,16 @@ def test_loading_is_told_once_and_shortly(capsys):
     assert "not mapped" not in err
 
 
+def test_serve_is_the_server_with_its_own_log(monkeypatch):
+    from flint_jax.server import launch
+
+    seen = []
+    monkeypatch.setattr(launch, "main", lambda argv, program: seen.append((argv, program)) or 0)
+    monkeypatch.setattr(command, "_show_log", lambda: pytest.fail("a log without levels"))
+    assert main(["serve", "m.gguf", "--port", "0"]) == 0
+    assert seen == [(["m.gguf", "--port", "0"], "flint serve")]
+
+
 def test_libraries_keep_their_logs(capsys):
     import logging
 
