@@ -50,3 +50,7 @@ def __getattr__(name: str):
     if name in _HOME:
         return getattr(importlib.import_module(f"flint_jax.{_HOME[name]}"), name)
     raise AttributeError(f"module 'flint_jax' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

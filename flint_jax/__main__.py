@@ -1,4 +1,4 @@
-"""``python -m flint_jax``: info, generate, chat, score, bench, eval, convert, synthetic."""
+"""The command ``flint``, the same as ``python -m flint_jax``: serve, chat, generate, score, info and others."""
 
 from __future__ import annotations
 
@@ -6,38 +6,75 @@ import argparse
 import json
 import logging
 import math
+import os
 import sys
 from collections.abc import Sequence
 
+from flint_jax.command_line import Parser, missing
 from flint_jax.errors import FlintError
 
-_OWN_FLAGS = ("bench", "convert", "synthetic")  # commands whose modules read the rest of the line themselves
+_OWN_FLAGS = ("serve", "bench", "convert", "synthetic")  # commands whose modules read the rest of the line themselves
+_RAW_TOKENS, _CHAT_TOKENS = 256, 4096  # what --max-tokens is by default: a text may never end, a reply does
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; exit code 0, or 2 with one line on standard error for anything the user can mend."""
     words = list(sys.argv[1:] if argv is None else argv)
     own = bool(words) and words[0] in _OWN_FLAGS
+    command = f"flint_jax {words[0]}" if words and not words[0].startswith("-") else "flint_jax"
     try:
         args = _parser().parse_args(words[:1] if own else words)
         args.rest = words[1:]
-        logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+        if args.run is not _serve:  # it shows its log itself, with levels
+            _show_log()
         return args.run(args)
     except SystemExit as end:  # of argparse, which has said what is wrong, or has given help
         return end.code if isinstance(end.code, int) else 0
     except FlintError as error:
-        print(f"flint_jax {args.command}: error: {error}", file=sys.stderr)
+        print(f"{command}: error: {error}", file=sys.stderr)
         return 2
+    except ModuleNotFoundError as error:
+        if (cure := missing(error)) is None:
+            raise
+        print(f"{command}: error: {cure}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:
+        raise
     except OSError as error:  # a path that cannot be read or written, a full disk, a server that does not answer
-        print(f"flint_jax {args.command}: error: {error}", file=sys.stderr)
+        print(f"{command}: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
 
 
+def _show_log() -> None:
+    """Our own loggers to standard error; those of libraries keep their settings."""
+    for name in ("flint_jax", "loaders"):
+        log = logging.getLogger(name)
+        if not log.handlers:
+            handler = logging.StreamHandler()
+            handler.setFormatter(logging.Formatter("%(message)s"))
+            log.addHandler(handler)
+        log.setLevel(logging.INFO)
+
+
+class _Version(argparse.Action):
+    def __call__(self, parser, namespace, values, option_string=None):
+        from importlib.metadata import version
+
+        from flint_jax import __version__
+
+        print(f"flint-jax {__version__} (jax {version('jax')}, Python {sys.version.split()[0]})")
+        parser.exit(0)
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m flint_jax", description="Flint in JAX, from the command line.")
+    parser = Parser(prog="flint", description="Flint in JAX, from the command line.")
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the version and leave")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    serve = commands.add_parser("serve", help="an OpenAI- and Anthropic-compatible server, as serve.py", add_help=False)
+    serve.set_defaults(run=_serve)
 
     info = commands.add_parser("info", help="what a checkpoint holds, without reading its weights")
     _model_flags(info, load=False)
@@ -57,9 +94,11 @@ def _parser() -> argparse.ArgumentParser:
     info.add_argument("--gpu-memory-utilization", type=float, default=0.9, help="for --memory: as of serve.py")
     info.set_defaults(run=_info)
 
-    generate = commands.add_parser("generate", help="continue a text")
+    generate = commands.add_parser("generate", help="answer one message, or continue a text")
     _model_flags(generate)
-    generate.add_argument("prompt", help="text to continue; - reads standard input")
+    generate.add_argument("prompt", help="a message for the model; - reads standard input")
+    generate.add_argument("--raw", action="store_true", help="no chat template: the prompt is text to be continued")
+    generate.add_argument("--system", help="system message")
     _sampling_flags(generate)
     generate.add_argument("--json", action="store_true", help="print token ids and the finish reason too, as JSON")
     generate.set_defaults(run=_generate)
@@ -68,6 +107,7 @@ def _parser() -> argparse.ArgumentParser:
     _model_flags(chat)
     _sampling_flags(chat)
     chat.add_argument("--system", help="system message")
+    chat.add_argument("--tools", metavar="FILE", help="JSON file with a list of tools, as in OpenAI's API")
     chat.set_defaults(run=_chat)
 
     bench = commands.add_parser("bench", help="time decoding, loading, or a running server", add_help=False)
@@ -105,7 +145,12 @@ def _sampling_flags(parser: argparse.ArgumentParser) -> None:
     for name in ("temperature", "top-p", "min-p", "repetition-penalty"):
         parser.add_argument(f"--{name}", type=float, help="default: the checkpoint's own")
     parser.add_argument("--top-k", type=int, help="default: the checkpoint's own")
-    parser.add_argument("--max-tokens", type=int, default=256)
+    parser.add_argument("--max-tokens", type=int, help=f"default: {_CHAT_TOKENS}, with --raw {_RAW_TOKENS}")
+    parser.add_argument(
+        "--thinking",
+        action=argparse.BooleanOptionalAction,
+        help="whether the model may think (default: as it likes)",
+    )
     parser.add_argument("--seed", type=int)
     parser.add_argument("--stop", action="append", default=[], help="stop string; may be given several times")
 
@@ -131,10 +176,9 @@ def _path(args: argparse.Namespace) -> str:
 
 
 def _load(args: argparse.Namespace):
-    from flint_jax import compile_cache, memory
+    from flint_jax import memory
     from flint_jax.lm import load
 
-    compile_cache.enable()
     memory.prepare_process()
     return load(
         _path(args),
@@ -146,7 +190,7 @@ def _load(args: argparse.Namespace):
     )
 
 
-def _params(args: argparse.Namespace):
+def _params(args: argparse.Namespace, max_tokens: int):
     from flint_jax.sampling_params import SamplingParams
 
     return SamplingParams(
@@ -155,7 +199,7 @@ def _params(args: argparse.Namespace):
         top_p=args.top_p,
         min_p=args.min_p,
         repetition_penalty=args.repetition_penalty,
-        max_tokens=args.max_tokens,
+        max_tokens=max_tokens if args.max_tokens is None else args.max_tokens,
         seed=args.seed,
         stop=tuple(args.stop),
     )
@@ -226,31 +270,58 @@ def _roofline(args: argparse.Namespace, ckpt) -> str:
 
 def _generate(args: argparse.Namespace) -> int:
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
-    params = _params(args)
-    result = _load(args).generate(prompt, params)
-    if args.json:
-        print(json.dumps({"text": result.text, "token_ids": result.token_ids, "finish_reason": result.finish_reason}))
-    else:
-        print(result.text)
+    if args.raw and (args.system or args.thinking is not None):
+        raise FlintError("--raw has no chat template, so --system and --thinking have no place; leave them out")
+    params = _params(args, _RAW_TOKENS if args.raw else _CHAT_TOKENS)
+    lm = _load(args)
+    raw = args.raw or not lm.chat_template
+    if raw and not args.raw:
+        if args.system or args.thinking is not None:
+            raise FlintError(
+                f"{lm.name} has no chat template, so --system and --thinking have no place; leave them out"
+            )
+        print(f"{lm.name} has no chat template: the prompt is continued as text (--raw)", file=sys.stderr)
+    messages = [{"role": "system", "content": args.system}] if args.system else []
+    messages.append({"role": "user", "content": prompt})
+    options = {} if args.thinking is None else {"enable_thinking": args.thinking}
+    stream = lm.generate(prompt if raw else messages, params, stream=True, **options)
+    return _print_json(stream.generation, raw) if args.json else _print_stream(stream)
+
+
+def _print_json(reply, raw: bool) -> int:
+    found = {"text": reply.text, "token_ids": reply.token_ids, "finish_reason": reply.finish_reason}
+    print(json.dumps(found if raw else found | {"reasoning": reply.reasoning}))
+    return 0
+
+
+def _print_stream(stream) -> int:
+    from flint_jax.terminal import Printer
+
+    printer = Printer(sys.stdout)
+    try:
+        with stream:
+            for piece in stream:
+                printer.write(piece)
+    finally:
+        printer.close()
+    if stream.generation.finish_reason == "length":
+        print("(cut: --max-tokens, or the end of the context)", file=sys.stderr)
     return 0
 
 
 def _chat(args: argparse.Namespace) -> int:
-    params = _params(args)
-    lm = _load(args)
-    messages = [{"role": "system", "content": args.system}] if args.system else []
-    print("Type a message; an empty line or end of input leaves.", file=sys.stderr)
-    while True:
-        try:
-            line = input("> ")
-        except EOFError:
-            line = ""
-        if not line.strip():
-            return 0
-        messages.append({"role": "user", "content": line})
-        reply = lm.generate(messages, params).text
-        print(reply)
-        messages.append({"role": "assistant", "content": reply})
+    from flint_jax.terminal import Chat, read_tools
+
+    params = _params(args, _CHAT_TOKENS)
+    if args.tools:
+        read_tools(args.tools)  # before the model is loaded
+    return Chat(_load(args), params, system=args.system, thinking=args.thinking, tools=args.tools).run()
+
+
+def _serve(args: argparse.Namespace) -> int:
+    from flint_jax.server import launch
+
+    return launch.main(args.rest, program="flint serve")
 
 
 def _score(args: argparse.Namespace) -> int:
@@ -288,5 +359,16 @@ def _synthetic(args: argparse.Namespace) -> int:
     return synthetic.main(args.rest) or 0
 
 
+def entry() -> None:
+    """What the console script runs: ``main`` and its exit code; a reader that closes our output early is no error."""
+    try:
+        code = main()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 0
+    sys.exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    entry()

@@ -16,6 +16,7 @@ import numpy as np
 
 from flint_jax import forced_bench, moe_bench, prefill_bench, score_bench
 from flint_jax.cache import PAGE, table_width
+from flint_jax.command_line import Parser
 from flint_jax.device_trace import traced
 from flint_jax.model import Flint
 from flint_jax.number_flags import whole, wholes
@@ -26,7 +27,7 @@ from flint_jax.step import Sizes, Steps
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one bench; tables for people, JSON on the last line."""
-    parser = argparse.ArgumentParser(prog="python -m flint_jax bench", description=__doc__)
+    parser = Parser(prog="flint bench", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="BENCH")
     decode = commands.add_parser("decode", help="ms a token at given contexts and batches, random weights")
     decode.add_argument(

@@ -18,6 +18,7 @@ from jaxtyping import Array, BFloat16, Bool, Float, Int
 from flint_jax.cache import KVCache
 from flint_jax.config import FULL, FlintConfig
 from flint_jax.model import Flint
+from flint_jax.weights import shapes
 from pallas_kernels.layout import Tiles
 from pallas_kernels.moe_gemv import api as moe_gemv
 from pallas_kernels.nvfp4_gemv.api import Norm, gemv
@@ -35,8 +36,13 @@ class Step(NamedTuple):
 
 
 def supported(model: Flint) -> bool:
-    """Whether the model's weights are in the kernels' order (``tiles.tile_weights`` made them so)."""
-    return isinstance(model.stacks["qkv"].get_value(), Tiles)
+    """Whether all matrices are in the kernels' order (``tiles.tile_weights`` made them so). One that adapters were put
+    on, or that research replaced by a plain one, is not: such a model decodes through its modules."""
+    return all(
+        isinstance(model.stacks[name].get_value(), Tiles)
+        for name, spec in shapes(model.config).items()
+        if spec.is_matrix and name in model.stacks
+    )
 
 
 def new_exchange(config: FlintConfig) -> Int[Array, " W"]:

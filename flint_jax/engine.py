@@ -159,6 +159,19 @@ class Engine:
                 self._inbox.append(("abort", request_id))
                 self._wake.notify()
 
+    def set_weights(self, model) -> None:
+        """Go on with the present weights of ``model`` (not while a thread of its own runs): from the next step on, for
+        running requests, too. The prefix cache forgets what other weights computed. Raises ConfigError, see ``Steps``.
+        """
+        if self._thread is not None:
+            raise RuntimeError("the engine runs in a thread of its own; stop it first")
+        if self.scheduler.cache.count and self._jobs:
+            raise RuntimeError("requests are running, and would leave what old weights computed to the prefix cache")
+        before = self.steps.weights
+        self.steps.set_weights(model)
+        if any(a is not b for a, b in zip(before, self.steps.weights, strict=True)):
+            self.scheduler.cache.clear()
+
     def start(self) -> None:
         """Run in a thread of its own until ``stop``."""
         self._thread = threading.Thread(target=self._run, name="flint-engine", daemon=True)

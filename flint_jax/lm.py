@@ -17,40 +17,32 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from flint_jax import sampling_params, tiles
-from flint_jax.chat import ChatTemplate, encode_chat
+from flint_jax import compile_cache, grammar, memory, sampling_params, tiles
+from flint_jax.cache import PAGE
+from flint_jax.chat import ChatTemplate, prepare_chat
 from flint_jax.config import FlintConfig
-from flint_jax.engine import Engine, Event, TokenLogprob
-from flint_jax.errors import RequestError, TokenizerError
+from flint_jax.engine import Engine
+from flint_jax.errors import ConfigError, RequestError, TokenizerError
+from flint_jax.generation import Generation, Reader, Stream, Word, read_keywords
 from flint_jax.model import Flint
 from flint_jax.numerics import Numerics
 from flint_jax.planned_engine import PlannedEngine
 from flint_jax.sampling_params import SamplingParams
 from flint_jax.scoring import Scorer
 from flint_jax.scoring.inputs import two
-from flint_jax.text import Detokenizer, StopStrings
+from flint_jax.step import Steps
 
 log = logging.getLogger("flint_jax")
 
 KERNELS = ("auto", "xla", "pallas")
 
 
-@dataclasses.dataclass(frozen=True)
-class Generation:
-    """Result of ``LanguageModel.generate``. text is None without a tokenizer; finish_reason: "stop" or "length"."""
-
-    token_ids: tuple[int, ...]
-    text: str | None
-    finish_reason: str
-    logprobs: tuple[TokenLogprob, ...] | None
-    prompt_token_ids: tuple[int, ...]
-
-
 class LanguageModel:
     """A loaded Flint.
 
     config: FlintConfig. model: the live ``flint_jax.model.Flint`` NNX module. tokenizer: a loaders Tokenizer or None.
-    generation: the checkpoint's own sampling defaults. chat_template: its template source or None.
+    generation: the checkpoint's own sampling defaults. chat_template: its template source or None. progress: whether
+    to say on standard error that something is being compiled.
     """
 
     def __init__(
@@ -62,14 +54,17 @@ class LanguageModel:
         chat_template: str | None = None,
         name: str = "flint",
         max_context: int | None = None,
+        progress: bool = False,
     ):
-        self.model, self.tokenizer, self.name = model, tokenizer, name
+        self.model, self.tokenizer, self.name, self.progress = model, tokenizer, name, progress
         self.config: FlintConfig = model.config
         self.generation = dict(generation or {})
         self.chat_template = chat_template
         self.max_context = self.config.max_position_embeddings if max_context is None else max_context
         self._engine: Engine | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
+        self._ran: set[tuple] = set()  # programs of the engine that have run, by their sizes
+        self._structure: Any = None  # of the model's state, when programs were last made for it
 
     # -- whole sequences -------------------------------------------------------------------------------------------
 
@@ -85,7 +80,8 @@ class LanguageModel:
         width = tokens.shape[1]
         padded = np.zeros((tokens.shape[0], _bucket(width)), np.int32)
         padded[:, :width] = tokens
-        return self._forward(self._leaves(), jnp.asarray(padded), jnp.asarray(lengths))[:, :width]
+        leaves = self._leaves()  # first: it may have programs made anew
+        return self._forward(leaves, jnp.asarray(padded), jnp.asarray(lengths))[:, :width]
 
     def score(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Float[np.ndarray, " T"]]:
         """log p of each continuation token given everything before it, natural logarithm, float32.
@@ -133,7 +129,14 @@ class LanguageModel:
 
     def _leaves(self):
         """The model's current weights: changes that research made to the live module are seen."""
-        return tuple(jax.tree.leaves(nnx.state(self.model)))
+        state = nnx.state(self.model)
+        structure = jax.tree.structure(state)
+        if self._structure is None or structure != self._structure:
+            # A matrix became one of another kind: programs for the old one do not fit.
+            self._structure = structure
+            for made in ("_merge", "_forward", "scorer"):
+                self.__dict__.pop(made, None)
+        return tuple(jax.tree.leaves(state))
 
     @functools.cached_property
     def _merge(self):
@@ -150,46 +153,165 @@ class LanguageModel:
     def encode(self, prompt: str | Sequence[int] | Sequence[Mapping[str, Any]], **template: Any) -> list[int]:
         """Token ids of a prompt: ids as they are, text through the tokenizer, chat messages through the template.
 
-        template: keyword arguments of the chat template (tools, enable_thinking, ...).
+        template: options of the chat template: tools, enable_thinking, ... (``generation.TEMPLATE``).
         """
+        return self._encode(prompt, template)[0]
+
+    def _encode(self, prompt: Any, template: Mapping[str, Any]) -> tuple[list[int], str | None]:
+        """(token ids, text of the prompt of a chat)."""
+        chat = not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
+        if template and not chat:
+            raise RequestError(
+                f"{', '.join(template)}: only for chat messages; the prompt is {type(prompt).__name__}. "
+                "Pass a list of messages, or use chat()",
+                param=next(iter(template)),
+            )
         if isinstance(prompt, str):
-            return self._tokenizer().encode(prompt, add_special_tokens=True)
-        prompt = list(prompt)
-        if prompt and isinstance(prompt[0], Mapping):
-            tok = self._tokenizer()
-            return encode_chat(tok, ChatTemplate.from_tokenizer(tok, self.chat_template), prompt, **template)
-        return [int(t) for t in prompt]
+            return self._tokenizer().encode(prompt, add_special_tokens=True), None
+        if not chat:
+            return _token_ids(prompt), None
+        tok = self._tokenizer()
+        options = dict(template)
+        thinks = options.pop("enable_thinking", None)
+        if thinks is not None:  # under both names that templates use
+            given = options.get("chat_template_kwargs") or {}
+            options["chat_template_kwargs"] = {"enable_thinking": thinks, "thinking": thinks, **given}
+        made = prepare_chat(tok, ChatTemplate.from_tokenizer(tok, self.chat_template), prompt, **options)
+        return made.ids, made.text
 
     def generate(
-        self,
-        prompt: str | Sequence[int] | Sequence[Mapping[str, Any]],
-        params: SamplingParams | None = None,
-        **template: Any,
-    ) -> Generation:
-        """Continue a prompt: text, token ids, or chat messages.
+        self, prompt: Any, params: SamplingParams | None = None, *, stream: bool = False, **keywords: Any
+    ) -> Generation | list[Generation] | Stream:
+        """Continue a prompt: text, token ids, or chat messages; or a list of prompts, which run together.
 
-        params: default is the checkpoint's own sampling; None fields of given params mean the checkpoint's defaults.
-        Raises RequestError for prompts and params the model cannot take; TokenizerError when text needs a tokenizer.
+        params, or keywords named as the fields of SamplingParams (``temperature=0, max_tokens=32``), which win over it;
+        what is None or not given is the checkpoint's default. More keywords, for chats: tools, enable_thinking,
+        documents, chat_template_kwargs and the other options of ``prepare_chat``.
+
+        Returns a Generation, for a list of prompts a list of them, and with n above 1 a list of n in the place of each;
+        with stream=True (one prompt, one choice) a Stream of pieces. Changes to the live weights count from the next
+        call on. An interruption (Ctrl-C) ends all of the call's requests.
+
+        Raises RequestError for prompts, keywords and values that the model cannot take; TokenizerError when text needs
+        a tokenizer.
         """
-        params = params or SamplingParams(temperature=None, top_k=None, top_p=None, min_p=None, repetition_penalty=None)
+        params, template = read_keywords(params, keywords)
         params = sampling_params.resolve(params, self.generation)
         if params.stop and self.tokenizer is None:
             raise TokenizerError("stop strings need a tokenizer, and the checkpoint has none; use stop_token_ids")
-        ids = self.encode(prompt, **template)
-        collector = _Collector(self.tokenizer, params.stop)
-        engine = self.engine()
+        many = _is_many(prompt)
+        if stream and (many or params.n > 1):
+            raise RequestError("stream=True is for one prompt and n=1; make one stream each", param="stream")
+        encoded = [self._encode(p, template) for p in (prompt if many else [prompt])]
+        choices = params.choices()
         with self._lock:
-            collector.name = engine.submit(ids, params, on_event=collector)
-            collector.engine = engine
-            while not collector.done:
-                engine.step()
-        return collector.result(tuple(ids))
+            engine = self._ready_engine(len(encoded) * len(choices))
+            streams: list[Stream] = []
+            try:
+                for ids, text in encoded:
+                    streams += [self._stream(engine, ids, text, one, template) for one in choices]
+            except BaseException:
+                for made in streams:
+                    made.close()
+                raise
+        if stream:
+            return streams[0]
+        try:
+            replies = [s.generation for s in streams]
+        finally:
+            for made in streams:
+                made.close()
+        if params.n > 1:
+            replies = [replies[i : i + params.n] for i in range(0, len(replies), params.n)]
+        return replies if many else replies[0]
+
+    def chat(
+        self,
+        messages: str | Sequence[Mapping[str, Any]],
+        params: SamplingParams | None = None,
+        *,
+        stream: bool = False,
+        **keywords: Any,
+    ) -> Generation | list[Generation] | Stream:
+        """``generate`` for a conversation; a string is one message of the user. ``reply.message`` continues it:
+
+        messages += [reply.message, {"role": "user", "content": "And then?"}]
+        """
+        if isinstance(messages, str):
+            messages = [{"role": "user", "content": messages}]
+        first = messages[0] if isinstance(messages, Sequence) and messages else None
+        if isinstance(first, Sequence) and not isinstance(first, str) and first:
+            first = first[0]
+        if not isinstance(first, Mapping):
+            raise RequestError(
+                f"messages = {messages!r:.80}: need a string, or a list of messages such as "
+                '{"role": "user", "content": "Hello"}',
+                param="messages",
+            )
+        return self.generate(messages, params, stream=stream, **keywords)
+
+    def _stream(
+        self, engine: Engine, ids: list[int], text: str | None, params: SamplingParams, template: Mapping[str, Any]
+    ) -> Stream:
+        lexer = None if text is None else self._lexer(text, template)
+        sizes = engine.steps.sizes
+        chunks = {sizes.chunk(len(ids)), sizes.chunk(len(ids) % sizes.chunks[-1] or 1)}
+        new = (id(engine), *sorted(chunks)) not in self._ran
+        self._ran.add((id(engine), *sorted(chunks)))
+        kept = "" if compile_cache.folder() is None else f", kept in {compile_cache.folder()}"
+        word = Word(f"flint_jax: compiling the steps for this length of prompt (once{kept}) ...")
+        reader = Reader(self.tokenizer, params.stop, ids, lexer)
+        return Stream(
+            engine, self._lock, reader, ids, params, word=word if new and self.progress else None, broken=self._forget
+        )
+
+    def _lexer(self, prompt: str, template: Mapping[str, Any]) -> grammar.Lexer:
+        tools = [grammar.Tool.of(t) for t in template.get("tools") or ()]
+        kwargs = dict(template.get("chat_template_kwargs") or {})
+        if "enable_thinking" in template:
+            kwargs.setdefault("enable_thinking", template["enable_thinking"])
+        return grammar.Lexer(
+            grammar.start_state(prompt),
+            grammar.Tags.of(self.tokenizer.added_tokens),
+            tools,
+            thinking=grammar.thinking_enabled(kwargs),
+            calls=grammar.Calls.ALL if tools else grammar.Calls.NONE,
+        )
 
     def engine(self) -> Engine:
-        """The small engine behind ``generate``: one slot, compiled as it goes. The server makes its own."""
-        if self._engine is None:
-            self._engine = self.make_engine(max_num_seqs=1, compile_ahead=False, enable_prefix_caching=False)
-        return self._engine
+        """The small engine behind ``generate``: one slot until lists ask for more; compiled as it goes. The server
+        makes its own."""
+        return self._ready_engine(1)
+
+    def _ready_engine(self, requests: int) -> Engine:
+        """The engine with the model's present weights, and slots for so many requests or for as many as is usual."""
+        with self._lock:
+            engine = self._engine
+            usual = 4 if jax.default_backend() == "cpu" else 16
+            if engine is not None and engine.steps.sizes.slots < min(requests, usual):
+                engine = self._engine = None
+            if engine is not None:
+                try:
+                    engine.set_weights(self.model)
+                except ConfigError:  # matrices of another kind: the programs do not fit
+                    engine = self._engine = None
+            if engine is None:
+                engine = self._engine = self._library_engine(usual if requests > 1 else 1)
+            return engine
+
+    def _library_engine(self, slots: int) -> Engine:
+        """Few programs, no prefix cache, and pages for two requests of full length: the rest of the memory is the
+        caller's."""
+        plan = memory.plan(self.config, self.model.numerics, max_model_len=self.max_context, max_num_seqs=slots)
+        pages = min(plan.sizes.pages, min(slots, 2) * -(-(self.max_context + 1) // PAGE))
+        sizes = dataclasses.replace(plan.sizes, pages=max(pages, slots), batches=tuple(sorted({1, slots})))
+        engine = Engine(Steps(self.model, sizes), eos_ids=self.eos_ids)
+        engine.memory = dataclasses.replace(plan, sizes=sizes)
+        return engine
+
+    def _forget(self, engine: Engine) -> None:
+        if self._engine is engine:
+            self._engine = None
 
     def make_engine(
         self,
@@ -207,12 +329,16 @@ class LanguageModel:
     ) -> Engine:
         """An engine over this model; its KV cache is sized from free device memory (``engine.memory`` says how).
 
+        It goes on with the weights of now; ``engine.set_weights(lm.model)`` takes up later changes.
         max_model_len: longest prompt + output, default the most the memory allows. max_num_seqs: slots.
         max_num_batched_tokens: most tokens of one prefill step. max_prefill_ms: what a prefill step may take while
         something decodes, in milliseconds; None for any time. enable_prefix_caching: take up prompts where an
         earlier request had the same beginning. prefix_snapshots: places it may keep to do so, by default as many as
-        fit in a tenth of the cache's memory, at most eight a slot. Raises ConfigError when nothing fits.
+        fit in a tenth of the cache's memory, at most eight a slot. Raises ConfigError when nothing fits, for a
+        max_model_len beyond the model's, and for compile_ahead over weights that lie on several devices.
         """
+        if compile_ahead:
+            self._check_one_device()
         planned = self.plan_engine(
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
@@ -240,6 +366,10 @@ class LanguageModel:
         seed: int = 0,
     ) -> PlannedEngine:
         """``make_engine`` in steps, for a model whose weights may still be shapes (``Opened.sketch``)."""
+        if max_model_len is not None and max_model_len > self.max_context:
+            raise ConfigError(
+                f"max_model_len {max_model_len}: the model's context is {self.max_context} tokens; ask for at most that"
+            )
         leaves = jax.tree.leaves(nnx.state(self.model))
         pending = [a for a in leaves if isinstance(a, jax.ShapeDtypeStruct)]
         return PlannedEngine(
@@ -248,13 +378,21 @@ class LanguageModel:
             seed=seed,
             max_prefill_ms=max_prefill_ms,
             pending=[math.prod(a.shape) * a.dtype.itemsize for a in pending],
-            max_model_len=self.max_context if max_model_len is None else min(max_model_len, self.max_context),
+            max_model_len=self.max_context if max_model_len is None else max_model_len,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             utilization=gpu_memory_utilization,
             prefix_caching=enable_prefix_caching,
             prefix_snapshots=prefix_snapshots,
         )
+
+    def _check_one_device(self) -> None:
+        devices = {d for leaf in self._leaves() for d in leaf.devices()}
+        if len(devices) > 1:
+            raise ConfigError(
+                f"the weights lie on {len(devices)} devices (load(sharding=...)), and the serving engine runs on one; "
+                "load without sharding to serve. logits, score and generate take sharded weights"
+            )
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
@@ -271,45 +409,36 @@ class LanguageModel:
         return self.tokenizer
 
 
-class _Collector:
-    """Gathers one request's events; ends it on a stop string."""
+def _is_many(prompt: Any) -> bool:
+    """Whether it is a list of prompts. Raises RequestError for what is neither that nor a prompt."""
+    if isinstance(prompt, str):
+        return False
+    if isinstance(prompt, Mapping | bytes) or not (isinstance(prompt, Sequence) or hasattr(prompt, "__array__")):
+        raise RequestError(
+            f"the prompt is {type(prompt).__name__}; need text, token ids, chat messages, or a list of such",
+            param="prompt",
+        )
+    kinds = {_kind(item) for item in prompt}
+    if len(kinds) > 1:
+        raise RequestError(
+            f"the prompt mixes {' and '.join(sorted(kinds))}; need token ids, messages, or a list of prompts",
+            param="prompt",
+        )
+    return kinds == {"prompts"}
 
-    def __init__(self, tokenizer, stops: Sequence[str]):
-        self.ids: list[int] = []
-        self.scores: list[TokenLogprob] = []
-        self.text = None if tokenizer is None else Detokenizer(tokenizer)
-        self.stops = StopStrings(list(stops))
-        self.parts: list[str] = []
-        self.reason: str | None = None
-        self.error: str | None = None
-        self.hit = self.done = False
 
-    def __call__(self, event: Event) -> None:
-        if not self.hit:
-            self.ids.extend(event.token_ids)
-            self.scores.extend(event.logprobs or ())
-            for token in event.token_ids:
-                self._say(self.text.push(token) if self.text else "")
-            if event.finish_reason is not None and self.text and not self.hit:
-                self._say(self.text.flush())
-                if not self.hit:
-                    self.parts.append(self.stops.flush())
-        if event.finish_reason is not None:
-            self.done = True
-            self.reason = "stop" if self.hit else event.finish_reason
-            self.error = event.error
+def _kind(item: Any) -> str:
+    if isinstance(item, Mapping):
+        return "messages"
+    return "prompts" if isinstance(item, str | Sequence) or np.ndim(item) else "token ids"
 
-    def _say(self, text: str) -> None:
-        safe, self.hit = self.stops.push(text)
-        self.parts.append(safe)
-        if self.hit and not self.done:
-            self.engine.abort(self.name)
 
-    def result(self, prompt: tuple[int, ...]) -> Generation:
-        if self.reason == "error":
-            raise RuntimeError(f"generation failed: {self.error}")
-        text = "".join(self.parts) if self.text else None
-        return Generation(tuple(self.ids), text, self.reason, tuple(self.scores) or None, prompt)
+def _token_ids(prompt: Any) -> list[int]:
+    for t in prompt:
+        whole = isinstance(t, int | np.integer) or (hasattr(t, "dtype") and np.issubdtype(t.dtype, np.integer))
+        if isinstance(t, bool) or not whole:
+            raise RequestError(f"{t!r:.60} is no token id; need whole numbers", param="prompt")
+    return [int(t) for t in prompt]
 
 
 def _bucket(length: int) -> int:
@@ -334,9 +463,11 @@ def load(
 
     dtype: "bfloat16", or "float32" (stored weights upcast, float32 compute; for parity work). numerics: "serving" or
     "transformers" (see flint_jax.numerics). kernels: "auto", "xla" or "pallas". max_context: shorter contexts than the
-    model's own save memory. config, tokenizer: folders that win over what the checkpoint holds. sharding: only of an
-    Orbax folder, where its arrays go: a jax Sharding, or a function of (array name, ShapeDtypeStruct) that gives one;
-    every device reads its own shards.
+    model's own save memory. progress: bars, and a word while something compiles, on standard error.
+    config, tokenizer: folders that win over what the checkpoint holds. sharding: only of an Orbax folder, where its
+    arrays go: a jax Sharding, or a function of (array name, ShapeDtypeStruct) that gives one; every device reads its
+    own shards. Compiled programs are kept on disk (see ``compile_cache``); a folder that JAX's own configuration names
+    stays.
 
     Raises CheckpointError, ConfigError or TokenizerError, each saying what was given, what is needed, what to do.
     """
@@ -377,6 +508,7 @@ def open_model(
             "function of (array name, ShapeDtypeStruct) that gives one",
             param="sharding",
         )
+    compile_cache.enable(unless_set=True)
     path = loaders.embedded_checkpoint() if path is None else path
     checkpoint = loaders.open_checkpoint(path, config=config, tokenizer=tokenizer)
     c = checkpoint.config
@@ -419,13 +551,13 @@ class Opened:
 
         weights = loaders.load_weights(self.checkpoint, **self._dtypes, progress=progress, sharding=self.sharding)
         on_read()
-        return self._model(tiles.tile_weights(weights) if self.tiled else weights)
+        return self._model(tiles.tile_weights(weights) if self.tiled else weights, progress)
 
     @property
     def _dtypes(self) -> dict[str, str]:
         return {"dtype": self.rules.dtype_name, "router_dtype": jnp.dtype(self.rules.router_dtype).name}
 
-    def _model(self, weights) -> LanguageModel:
+    def _model(self, weights, progress: bool = False) -> LanguageModel:
         found = self.checkpoint
         return LanguageModel(
             Flint(found.config, weights, self.rules, max_positions=self.max_context),
@@ -434,4 +566,5 @@ class Opened:
             chat_template=found.chat_template,
             name=found.name,
             max_context=self.max_context,
+            progress=progress,
         )

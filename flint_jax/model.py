@@ -24,6 +24,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from flint_jax import moe
 from flint_jax.config import FULL, FlintConfig
+from flint_jax.errors import RequestError
 from flint_jax.numerics import Matrix, Numerics, project, silu
 from flint_jax.sites import site
 from pallas_kernels.sink_attention import reference as sink_attention
@@ -59,10 +60,33 @@ class Stacked(nnx.Module):
 
     @matrix.setter
     def matrix(self, value: Matrix):
+        old = jax.eval_shape(lambda: self.matrix)
+        _check_replacement(old, value)
+        value = jax.tree.map(lambda leaf, new: jnp.asarray(new).astype(leaf.dtype), old, value)
         if self.index is not None:
             i = self.index
             value = jax.tree.map(lambda stack, new: stack.at[i].set(new), self.weight.get_value(), value)
         self.weight.set_value(value)
+
+
+def _check_replacement(old: Matrix, new: Matrix) -> None:
+    """Raise RequestError unless the new value of a layer's weight is of the old one's kind, shape and dtypes (one float
+    kind may stand for another)."""
+
+    def told(value) -> str:
+        leaves = jax.tree.leaves(value)
+        shown = [f"{leaf.dtype}{list(leaf.shape)}" if hasattr(leaf, "dtype") else f"{leaf!r:.40}" for leaf in leaves]
+        plain = len(leaves) == 1 and leaves[0] is value
+        return f"an array {shown[0]}" if plain else f"{type(value).__name__} of {', '.join(shown)}"
+
+    fits = jax.tree.structure(old) == jax.tree.structure(new)
+    if fits:
+        for have, need in zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True):
+            kinds = [jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in (have, need) if hasattr(leaf, "dtype")]
+            same = len(kinds) == 2 and (all(kinds) or have.dtype == need.dtype)
+            fits = fits and same and tuple(have.shape) == tuple(need.shape)
+    if not fits:
+        raise RequestError(f"a weight of this layer is {told(old)}; got {told(new)}", param="matrix")
 
 
 class Linear(Stacked):
@@ -89,8 +113,8 @@ class RMSNorm(Stacked):
 class Attend(Protocol):
     """What a block needs of its surroundings: positions, and attention over whatever keys came before.
 
-    ``positions`` is int32 [B, T]; ``real`` says which of the places hold a token (None: all of them); ``attend`` takes q
-    [B,T,N,H] and the new k, v [B,T,K,H] (normed and rotated).
+    ``positions`` is int32 [B, T]; ``real`` says which of the places hold a token (None: all of them); ``attend`` takes
+    q [B,T,N,H] and the new k, v [B,T,K,H] (normed and rotated).
     """
 
     positions: Int[Array, "B T"]

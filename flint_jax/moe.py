@@ -1,5 +1,5 @@
-"""Routed experts: on tiles in kernels (``pallas_kernels.moe_gemm``), else in plain jnp: gathered weights for few tokens,
-expert blocks for many.
+"""Routed experts: on tiles in kernels (``pallas_kernels.moe_gemm``), else in plain jnp: gathered weights for few
+tokens, expert blocks for many.
 
 All paths follow the same roundings; they differ in float32 summation order only. Letters as in ``flint_jax.model``;
 P = M * A (token, expert) pairs.

@@ -272,6 +272,11 @@ class PrefixCache:
             if not bad.isdisjoint(snapshot.pages()):
                 self._detach(snapshot)
 
+    def clear(self) -> None:
+        """Forget everything."""
+        for snapshot in list(self.snapshots.values()):
+            self._detach(snapshot)
+
     def _evict(self, snapshot: Snapshot) -> None:
         self.evictions += 1
         self._detach(snapshot)

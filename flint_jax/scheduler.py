@@ -36,8 +36,9 @@ class Scheduler:
     """slots, pages: how many there are. chunks: lengths of prefill steps that are compiled, ascending.
 
     budget: most tokens of one prefill step, default and at most the longest. rows: most pieces of one. max_ms: what a
-    prefill step may take by ``cost`` while something decodes, in milliseconds; None for any time. tile: a
-    piece takes a multiple of so many places of a step. snapshots, window, ring: size of the prefix cache and of a slot's rings; without snapshots nothing is shared.
+    prefill step may take by ``cost`` while something decodes, in milliseconds; None for any time. tile: a piece takes a
+    multiple of so many places of a step. snapshots, window, ring: size of the prefix cache and of a slot's rings;
+    without snapshots nothing is shared.
     """
 
     def __init__(

@@ -23,6 +23,7 @@ from jaxtyping import Array, Float, Int
 
 from flint_jax import decode, prompt_scores, redraw, sampling, sampling_params, snapshots
 from flint_jax.cache import CachedAttention, KVCache, table_width
+from flint_jax.errors import ConfigError
 from flint_jax.model import Flint
 from flint_jax.packed import PackedAttention
 from flint_jax.sampling import SlotRow, SlotSampling
@@ -226,7 +227,7 @@ class Steps:
         graph, state = nnx.split(model)
         # A flat tuple of stacks: the host pays per leaf and for every Python container on each call.
         leaves, structure = jax.tree.flatten(state)
-        self.weights = tuple(leaves)
+        self.weights, self._structure = tuple(leaves), structure
 
         def merge(weights):
             return nnx.merge(graph, jax.tree.unflatten(structure, weights))
@@ -290,6 +291,22 @@ class Steps:
     def programs(self) -> dict[tuple[str, int], Callable]:
         """What was compiled, by kind and size."""
         return dict(self._compiled)
+
+    def set_weights(self, model: Flint) -> None:
+        """Go on with the present weights of ``model``; nothing compiles. Raises ConfigError when they are of other
+        kinds, shapes, dtypes or places than those that the programs were made for."""
+        leaves, structure = jax.tree.flatten(nnx.state(model))
+        if structure != self._structure:
+            raise ConfigError(
+                "the model's matrices are of other kinds than the engine was made for; make another engine"
+            )
+        for old, new in zip(self.weights, leaves, strict=True):
+            if old is new:
+                continue
+            have, need = ((a.shape, a.dtype, a.sharding.device_set) for a in (new, old))
+            if have != need:
+                raise ConfigError(f"a weight is {have}, and the engine was made for {need}; make another engine")
+        self.weights = tuple(leaves)
 
     def lower_decode(self, batch: int, fast: bool = False) -> jax.stages.Lowered:
         """The decode step of one bucket, for compiling ahead and for tests that read the compiled program."""

@@ -55,11 +55,18 @@ class LoadReport:
     peak_anonymous: int
     base_anonymous: int = 0
 
-    def __str__(self) -> str:
+    @property
+    def short(self) -> str:
+        """One line for people."""
         rate = self.nbytes / 1e9 / max(self.seconds, 1e-9)
         return (
             f"loaded {self.nbytes / 1e9:.2f} GB in {self.seconds:.1f} s ({rate:.2f} GB/s); host memory peak "
-            f"{self.peak_rss / 2**30:.2f} GiB, of it {self.peak_anonymous / 2**30:.2f} GiB not mapped files "
+            f"{self.peak_rss / 2**30:.2f} GiB"
+        )
+
+    def __str__(self) -> str:
+        return (
+            f"{self.short}, of it {self.peak_anonymous / 2**30:.2f} GiB not mapped files "
             f"({self.base_anonymous / 2**30:.2f} GiB before the load)"
         )
 
@@ -111,9 +118,9 @@ def assemble(
         else:
             tree[name] = planes[name][0]
     report = LoadReport(plan.nbytes, time.perf_counter() - began, *memory.peaks())
-    log.info("%s", report)
+    log.debug("%s", report)
     if progress:
-        tqdm.write(str(report), file=sys.stderr)
+        tqdm.write(report.short, file=sys.stderr)
     return tree, report
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from flint_jax.command_line import Parser
 from loaders import export, gguf, orbax
 from loaders.checkpoint import Checkpoint, load_weights, open_checkpoint
 from loaders.parts import FileWeights, TreeWeights
@@ -74,8 +74,8 @@ def _gguf_tokenizer(ckpt: Checkpoint) -> dict | None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; returns the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m flint_jax convert",
+    parser = Parser(
+        prog="flint convert",
         description="Convert a checkpoint. Kinds that the target can hold are kept bit for bit.",
     )
     parser.add_argument("source", help="folder, .gguf file, Orbax folder or hub id")

@@ -13,7 +13,6 @@ threads give the same bytes.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import hashlib
 import math
@@ -30,6 +29,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from flint_jax.command_line import Parser
 from flint_jax.config import FULL, SLIDING, FlintConfig
 from flint_jax.number_flags import whole
 from loaders import describe, name_map, parts, vocabulary, writers
@@ -338,9 +338,7 @@ def _fingerprint() -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; returns the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m loaders.synthetic", description="Write a Flint with random weights."
-    )
+    parser = Parser(prog="flint synthetic", description="Write a Flint with random weights.")
     parser.add_argument("path", type=Path, help="file to write (gguf) or folder to write into (safetensors)")
     parser.add_argument(
         "--preset", choices=PRESETS, default="tiny", help="tiny: 3 million weights; full: Flint's shapes"

@@ -22,7 +22,8 @@ class Case:
 
     make(key) -> arguments (jittable; the first one small, it carries the dependency between timed calls).
     run(layer, *arguments) and reference(layer, *arguments) -> the same pytree; layer is a Python int below ``layers``.
-    nbytes: what one call has to move. operations: its multiplications and additions, where they are what costs. tolerance: largest relative L2 error of a row.
+    nbytes: what one call has to move. operations: its multiplications and additions, where they are what costs.
+    tolerance: largest relative L2 error of a row.
 
     in_place: positions of arguments that the op writes; ``run`` then returns (result, those arguments afterwards ...),
     and written(layer, arguments, all of that) picks the part of them that a check compares.

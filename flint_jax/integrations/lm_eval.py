@@ -19,7 +19,8 @@ from tqdm import tqdm
 
 from flint_jax.chat import ChatTemplate, prepare_chat
 from flint_jax.errors import ConfigError, RequestError
-from flint_jax.lm import LanguageModel, _Collector, load
+from flint_jax.generation import Reader
+from flint_jax.lm import LanguageModel, load
 from flint_jax.sampling_params import SamplingParams
 from flint_jax.scoring import Scorer
 
@@ -188,6 +189,7 @@ class FlintLM(TemplateLM):
                 max_num_seqs=self.slots, max_model_len=self.max_length, compile_ahead=False
             )
         engine, made, stops = self._engine, [], []
+        engine.set_weights(self.lm.model)
         for request in requests:
             context, fields = request.args
             params, until = self._params(dict(fields))
@@ -197,20 +199,25 @@ class FlintLM(TemplateLM):
                     f"max_gen_toks = {params.max_tokens} leaves no room for a prompt in {self.max_length} tokens; "
                     "give --gen_kwargs max_gen_toks=N"
                 )
-            collector = _Collector(self.tokenizer, params.stop)
-            collector.engine = engine
             ids = self.tok_encode(context)[-room:]
-            collector.name = engine.submit(ids, params, on_event=collector)
-            made.append(collector)
+            reader = Reader(self.tokenizer, params.stop, ids)
+
+            def hear(event, reader=reader):
+                reader.push(event)
+                if reader.hit and not reader.done:
+                    engine.abort(event.request_id)
+
+            engine.submit(ids, params, on_event=hear)
+            made.append(reader)
             stops.append(until)
         done = 0
         with tqdm(total=len(made), desc="generate", disable=disable_tqdm) as bar:
             while done < len(made):
                 engine.step()
-                now = sum(collector.done for collector in made)
+                now = sum(reader.done for reader in made)
                 bar.update(now - done)
                 done = now
-        out = [self._cut(collector.result(()).text, until) for collector, until in zip(made, stops, strict=True)]
+        out = [self._cut(reader.result().text, until) for reader, until in zip(made, stops, strict=True)]
         for request, text in zip(requests, out, strict=True):
             self.cache_hook.add_partial("generate_until", request.args, text)
         return out

@@ -14,6 +14,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from flint_jax.command_line import Parser
 from flint_jax.load_test.conformance import Checker
 from flint_jax.load_test.http import Connection, Failed
 
@@ -48,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m flint_jax bench serve", description=__doc__)
+    parser = Parser(prog="flint bench serve", description=__doc__)
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="of any OpenAI-compatible server")
     parser.add_argument("--api-key", help="sent as a bearer token")
     parser.add_argument("--model", help="default: the first of /v1/models")

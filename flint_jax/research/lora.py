@@ -103,6 +103,7 @@ def apply(lm, adapters: Adapters):
         chat_template=lm.chat_template,
         name=lm.name,
         max_context=lm.max_context,
+        progress=lm.progress,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any, NoReturn
 
+from flint_jax.server import words
 from flint_jax.server.flag_types import (
     GENERATION,
     fraction,
@@ -53,8 +54,8 @@ class _Help(argparse.HelpFormatter):
 def make_parser() -> argparse.ArgumentParser:
     """The parser, with its flags in groups."""
     parser = _Parser(
-        prog="serve.py",
-        usage="serve.py [MODEL] [flags]",
+        prog=words.program,
+        usage=f"{words.program} [MODEL] [flags]",
         description="Serve a Flint checkpoint over an OpenAI-compatible HTTP API.",
         epilog="Without MODEL a small embedded model is served: small talk, sums, look-ups, tool calls (docs/tiny.md). "
         "Taken from copied vllm commands without effect: " + ", ".join(sorted(IGNORED)) + ". Other flags of vllm are "

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import difflib
 import os
 import re
 import sys
@@ -12,9 +11,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from flint_jax.command_line import near
+from flint_jax.server import words
 from flint_jax.server.flag_parser import API_KEY_VARIABLE, FlagError, make_parser
 from flint_jax.server.settings import ServerSettings
-from flint_jax.server.vllm_flags import Foreign, sort_out
+from flint_jax.server.vllm_flags import IGNORED, REFUSED, Foreign, sort_out
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,9 +120,9 @@ def _unknown(arg: str, parser: argparse.ArgumentParser) -> str:
     name = arg.partition("=")[0]
     if not name.startswith("-"):
         return f"unexpected argument {arg!r}; quote values that contain spaces"
-    known = [s for action in parser._actions for s in action.option_strings]
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
-    return f"unknown flag {name}" + (f"; did you mean {near[0]}?" if near else "; see --help")
+    ours = [s for action in parser._actions for s in action.option_strings]
+    meant = near(name, ours) or near(name, [*ours, *IGNORED, *REFUSED])
+    return f"unknown flag {name}" + (f"; did you mean {meant}?" if meant else "; see --help")
 
 
 def _template(given: str | None) -> str | None:
@@ -139,8 +140,8 @@ def main_parse(argv: Sequence[str]) -> tuple[ModelSettings, ServerSettings]:
     try:
         model, server, warnings = parse(argv)
     except FlagError as e:
-        print(f"serve.py: error: {e}", file=sys.stderr)
+        print(f"{words.program}: error: {e}", file=sys.stderr)
         raise SystemExit(2) from None
     for warning in warnings:
-        print(f"serve.py: warning: {warning}", file=sys.stderr)
+        print(f"{words.program}: warning: {warning}", file=sys.stderr)
     return model, server

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import os
 import sys
@@ -14,6 +15,7 @@ from typing import Any
 from flint_jax.chat import ChatTemplate
 from flint_jax.errors import ConfigError, FlintError
 from flint_jax.phases import Phases
+from flint_jax.server import words
 from flint_jax.server.flags import ModelSettings, main_parse
 from flint_jax.server.run import StartError, address, bind, one_line, serve
 from flint_jax.server.settings import ServerSettings
@@ -23,15 +25,16 @@ from flint_jax.server.state import ServedModel
 _NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """What ``python serve.py`` does; returns the exit code."""
+def main(argv: Sequence[str] | None = None, program: str = "serve.py") -> int:
+    """What ``python serve.py`` does; returns the exit code. program: what it is called in errors."""
+    words.program = program
     model, server = main_parse(sys.argv[1:] if argv is None else argv)
     sock = None
     try:
         check_path(model)
         sock = bind(server.host, server.port)
     except (StartError, FlintError) as e:
-        print(f"serve.py: error: {one_line(e)}", file=sys.stderr)
+        print(f"{words.program}: error: {one_line(e)}", file=sys.stderr)
         return 2
     _show_log(server.log_level)
     url = address(sock)
@@ -66,9 +69,20 @@ def check_path(model: ModelSettings) -> None:
 
     path = embedded_checkpoint() if model.model is None else Path(model.model).expanduser()
     if path.exists():
-        open_checkpoint(path, config=model.config, tokenizer=model.tokenizer)
-    elif path.is_absolute() or model.model.count("/") != 1 or model.model.startswith((".", "~")):
+        found = open_checkpoint(path, config=model.config, tokenizer=model.tokenizer)
+        longest = found.config.max_position_embeddings
+        if model.max_model_len is not None and model.max_model_len > longest:
+            raise StartError(f"--max-model-len {model.max_model_len}: the model's own context is {longest} tokens")
+    elif path.is_absolute() or model.model.count("/") != 1 or model.model.startswith((".", "~")) or _names_a_file(path):
         raise StartError(f"{model.model}: no such file or folder, and not a hub id of the form owner/name")
+    elif importlib.util.find_spec("huggingface_hub") is None:
+        raise StartError(f"{model.model}: no such file or folder; as a hub id it needs pip install 'flint-jax[hub]'")
+
+
+def _names_a_file(path: Path) -> bool:
+    """Whether a name that is not there was meant for a file and not for a repository: by its ending, or because its
+    folder is there."""
+    return path.suffix in (".gguf", ".safetensors", ".json", ".orbax") or path.parent.is_dir()
 
 
 def load(settings: ModelSettings, progress: Callable[[str], None]) -> ServedModel:

@@ -21,6 +21,7 @@ from collections.abc import Callable
 import uvicorn
 
 from flint_jax.errors import FlintError
+from flint_jax.server import words
 from flint_jax.server.app import create_app
 from flint_jax.server.running import threads_busy
 from flint_jax.server.settings import ServerSettings
@@ -170,11 +171,11 @@ class _Process:
 
     def _loading_failed(self, error: BaseException) -> None:
         if isinstance(error, StartError | FlintError):
-            print(f"serve.py: error: {one_line(error)}", file=sys.stderr)
+            print(f"{words.program}: error: {one_line(error)}", file=sys.stderr)
             self._code = 2
         else:
             log.error("loading failed", exc_info=error)
-            print(f"serve.py: error: loading failed: {type(error).__name__}: {one_line(error)}", file=sys.stderr)
+            print(f"{words.program}: error: loading failed: {type(error).__name__}: {one_line(error)}", file=sys.stderr)
             self._code = 1
         self.state.set_failed(error)
         self.server.should_exit = True

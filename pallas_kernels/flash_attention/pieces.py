@@ -1,4 +1,4 @@
-"""Where the tokens of a prefill step belong: pieces of several requests, one after the other, each from a multiple of 16."""
+"""Where the tokens of a prefill step belong: pieces of several requests, each from a multiple of 16."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class Pieces:
         return safe, jnp.maximum(self.start[safe] + offset, 0), (piece >= 0) & (offset < self.count[safe])
 
     def tiles(self, places: int) -> Int32[Array, "T16 8"]:
-        """Per 16 places: row of the block tables (or ring), position of the first, how many tokens; the position and the
-        place of the first token that came with them; three unused."""
+        """Per 16 places: row of the block tables (or ring), position of the first, how many tokens; the position and
+        the place of the first token that came with them; three unused."""
         piece, position, _ = (x[::TILE] for x in self.of_places(places))
         first = jnp.arange(0, places, TILE, dtype=jnp.int32) - self.place[piece]
         count = jnp.clip(self.count[piece] - first, 0, TILE)

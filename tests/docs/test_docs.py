@@ -15,7 +15,7 @@ from flint_jax.__main__ import main
 from loaders.synthetic import preset, write_gguf
 
 DOCS = Path(__file__).parents[2] / "docs"
-PAGES = [name for name in ("scoring.md", "research.md") if (DOCS / name).exists()]
+PAGES = [name for name in ("library.md", "scoring.md", "research.md") if (DOCS / name).exists()]
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 

@@ -508,6 +508,14 @@ try:
     raise AssertionError("weights of no one mesh")
 except flint_jax.RequestError as error:
     assert "without one common mesh" in str(error)
+try:
+    lm.make_engine(max_num_seqs=1)
+    raise AssertionError("an engine that compiles ahead over shards")
+except flint_jax.ConfigError as error:
+    assert "the weights lie on 2 devices" in str(error)
+ask = dict(temperature=0, max_tokens=3, ignore_eos=True)
+tokens = lm.generate([1, 2, 3], **ask).token_ids
+assert lm.generate([1, 2, 3], **ask).token_ids == tokens == tuple(lm.generate([1, 2, 3], **ask).token_ids)
 np.savez(sys.argv[2], logits=lm.logits([[1, 2, 3, 4, 5]]), scores=np.concatenate([s.logprobs for s in scores]))
 """
 

@@ -10,13 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from flint_jax import sampling, tiles
+from flint_jax import decode, sampling, tiles
 from flint_jax.config import FULL, SLIDING, FlintConfig
 from flint_jax.model import Flint
 from flint_jax.numerics import Numerics
 from flint_jax.random_weights import random_weights
+from flint_jax.research import lora
 from flint_jax.sampling_params import SamplingParams
 from flint_jax.step import Sizes, Steps
+from flint_jax.weights import shapes
 from loaders.synthetic import preset, spread
 from pallas_kernels import device
 from tests.model.golden import row_error
@@ -125,6 +127,45 @@ def test_same_logits_as_the_module_tree(weight_format):
     margin = np.sort(want, -1)[..., -1] - np.sort(want, -1)[..., -2]
     clear = fed & (margin > 0.1)
     assert (tokens == want_tokens)[clear].mean() >= 0.9
+
+
+MATRICES = [name for name, spec in shapes(CONFIG).items() if spec.is_matrix]
+
+
+@functools.cache
+def tiled():
+    return tiles.tile_weights(dict(weights("nvfp4")))
+
+
+def with_adapters(model, stacks):
+    made = lora.create(CONFIG, stacks, rank=2, alpha=2.0)
+    up = {n: 0.05 * jax.random.normal(jax.random.key(i), made.up[n].shape) for i, n in enumerate(stacks)}
+    return lora.apply(model, lora.Adapters(made.down, up, made.alpha))
+
+
+@pytest.mark.parametrize("stack", MATRICES)
+def test_a_matrix_that_is_not_in_tiles_keeps_the_kernels_off(stack):
+    model = Flint(CONFIG, dict(tiled()), NUMERICS)
+    assert decode.supported(model)
+    assert not decode.supported(with_adapters(model, [stack]))
+    assert not decode.supported(Flint(CONFIG, tiled() | {stack: weights("bf16")[stack]}, NUMERICS))
+    assert decode.supported(model)
+
+
+def test_adapters_decode_over_tiles():
+    """On every matrix but the first one that decode looks at; the same as over plain weights, and not as without."""
+    rng = np.random.default_rng(1)
+    prompts = [rng.integers(0, CONFIG.vocab_size, n) for n in (7, 9)]
+    stacks = [name for name in MATRICES if name != "qkv"]
+    plain = Flint(CONFIG, dict(weights("nvfp4")), NUMERICS)
+    sizes = Sizes(2, 24, 700, (2,), (16,))
+
+    def first(model):
+        return replies(Steps(model, sizes), prompts, 1)[1][0]
+
+    got = first(with_adapters(Flint(CONFIG, dict(tiled()), NUMERICS), stacks))
+    assert row_error(got, first(with_adapters(plain, stacks))) < 0.02
+    assert row_error(got, first(plain)) > 0.05
 
 
 def test_runs_are_bit_equal():

@@ -245,6 +245,26 @@ def test_bad_path_is_one_line_and_code_2(capsys, path):
     assert path in refusal(capsys, "--model", path)
 
 
+@pytest.mark.parametrize("path", ["no/such.gguf", "tests/nothing", "no/model.safetensors"])
+def test_a_wrong_path_is_told_before_a_busy_port(capsys, path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        line = refusal(capsys, path, "--port", str(taken.getsockname()[1]))
+    assert f"{path}: no such file or folder" in line
+
+
+def test_a_hub_id_without_the_hub_is_told_before_a_busy_port(capsys, monkeypatch):
+    monkeypatch.setattr(launch.importlib.util, "find_spec", lambda name: None)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        line = refusal(capsys, "owner/name", "--port", str(taken.getsockname()[1]))
+    assert "pip install 'flint-jax[hub]'" in line
+
+
+def test_more_context_than_the_model_has_is_refused(capsys):
+    line = refusal(capsys, "--max-model-len", "4097")
+    assert "--max-model-len 4097: the model's own context is 4096 tokens" in line
+
+
 def test_a_foreign_address_is_one_line_and_code_2(capsys):
     assert "203.0.113.1" in refusal(capsys, "--host", "203.0.113.1", "--port", "0")
 
