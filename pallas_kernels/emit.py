@@ -663,9 +663,9 @@ def decode_codes(word: Int) -> list[Int]:
 # -- products of four warps ------------------------------------------------------------------------------------------
 #
 # Four consecutive warps (a warpgroup, the first a multiple of four) multiply 64 x 16 weights, held in registers as the
-# A operand of ``mma`` (warp w has rows 16 w to 16 w + 15), with 16 x n values in shared memory. There, values lie in rows
-# of 128 bytes whose 16-byte pieces are exchanged by ``swizzled``; eight rows are 1,024 bytes and begin at a multiple of
-# that. Hopper has an instruction for it (wgmma); other GPUs do the same by ``load_matrices`` and ``mma``.
+# A operand of ``mma`` (warp w has rows 16 w to 16 w + 15), with 16 x n values in shared memory. There, values lie in
+# rows of 128 bytes whose 16-byte pieces are exchanged by ``swizzled``; eight rows are 1,024 bytes and begin at a
+# multiple of that. Hopper has an instruction for it (wgmma); other GPUs do the same by ``load_matrices`` and ``mma``.
 
 ROW = 128  # bytes of a row of swizzled values
 

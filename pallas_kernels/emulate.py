@@ -8,7 +8,8 @@ meaning: an ``Int`` holds one value per thread, ``when`` masks, ``mma`` multipli
 - a word of shared memory is never read by another thread before a barrier that covers both;
 - a wait for a bulk copy waits for the phase that was requested;
 - what an asynchronous copy brings is NaN until the wait for its group; so are the sums of a product of four warps,
-  whose values nobody may overwrite before that, and which reads nothing without a fence and a barrier behind its writing;
+  whose values nobody may overwrite before that, and which reads nothing without a fence and a barrier behind its
+  writing;
 - blocks of a ``resident`` kernel, which run in lockstep, exchange words in program order, under a tag that the place
   did not carry before; nothing else that a block wrote to global memory is read by another.
 

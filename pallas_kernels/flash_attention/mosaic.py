@@ -3,8 +3,8 @@
 A block takes 16 tokens and the eight query heads of one kv head: 128 rows that share every key. Two groups of four
 warps have 64 rows each; a lane has the rows of one head of two tokens. Keys and values come 64 positions at a time
 through a ring in shared memory: one page of the cache, or a ninth of a window's ring, or tokens of the piece itself,
-chosen row by row. q stays in registers as the A operand; so do the probabilities, which the scores' layout makes A operands as they
-are. Blocks with the most keys come first.
+chosen row by row. q stays in registers as the A operand; so do the probabilities, which the scores' layout makes A
+operands as they are. Blocks with the most keys come first.
 """
 
 from __future__ import annotations
