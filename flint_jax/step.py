@@ -10,7 +10,6 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import functools
-import logging
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -26,8 +25,6 @@ from flint_jax.cache import CachedAttention, KVCache, table_width
 from flint_jax.model import Flint
 from flint_jax.sampling import SlotRow, SlotSampling
 from pallas_kernels.sample.shapes import PROGRESS
-
-log = logging.getLogger("flint_jax")
 
 
 @jax.tree_util.register_dataclass
@@ -296,13 +293,16 @@ class Steps:
         # XLA compiles outside Python's lock, so programs are compiled side by side; the large ones first.
         with concurrent.futures.ThreadPoolExecutor(max(1, min(8, os.cpu_count() or 1))) as pool:
             jobs = {pool.submit(one, make): key for key, make in lower.items()}
-            for done, job in enumerate(concurrent.futures.as_completed(jobs), start=1):
-                self._compiled[jobs[job]], lowering, compiling = job.result()
-                spent["lower"] += lowering
-                spent["compile"] += compiling
-                log.debug("%s: lower %.1f s, compile %.1f s", jobs[job], lowering, compiling)
-                if progress is not None:
-                    progress(" ".join(map(str, jobs[job])), done, len(jobs))
+            try:
+                for done, job in enumerate(concurrent.futures.as_completed(jobs), start=1):
+                    self._compiled[jobs[job]], lowering, compiling = job.result()
+                    spent["lower"] += lowering
+                    spent["compile"] += compiling
+                    if progress is not None:
+                        progress(" ".join(map(str, jobs[job])), done, len(jobs))
+            except BaseException:  # one failed, or nobody wants them any more: begin no other
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
         return {"wall": time.monotonic() - begin, **spent}
 
     def _programs(self) -> dict[tuple[str, int], Callable[[], jax.stages.Lowered]]:
