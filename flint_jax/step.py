@@ -177,9 +177,8 @@ ON_STATE = ("prefill", "decode", "fast", "admit", "release", "copy page")  # pro
 
 
 class Steps:
-    """The compiled steps of one model, and the device state they pass along.
-
-    ``compile()`` builds every bucket; after it nothing compiles. Results are device arrays: reading them waits.
+    """The compiled steps of one model, and the device state they pass along. After ``compile()`` nothing compiles.
+    Results are device arrays: reading them waits.
 
     With ``allocate=False`` nothing is put on the device, and the model's weights may be shapes: ``build`` compiles,
     ``resize`` changes the number of pages, and then ``use`` and ``allocate`` make it ready to run (``fit`` does this).
@@ -226,9 +225,9 @@ class Steps:
             self.allocate()
 
     def _empty(self) -> tuple[State, Array, snapshots.Snapshots]:
-        s, dtype = self.sizes, self.model.numerics.dtype
+        s = self.sizes
         tables = jnp.zeros((s.slots, table_width(s.max_context)), jnp.int32)
-        kept = snapshots.Snapshots.create(self.config, s.snapshots, dtype)
+        kept = snapshots.Snapshots.create(self.config, s.snapshots, self.model.numerics.dtype)
         return State.create(self.model, s.slots, s.pages), tables, kept
 
     def allocate(self) -> None:
