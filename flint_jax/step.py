@@ -10,7 +10,6 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import functools
-import logging
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -29,8 +28,6 @@ from flint_jax.packed import PackedAttention
 from flint_jax.sampling import SlotRow, SlotSampling
 from pallas_kernels.flash_attention import TILE, Pieces
 from pallas_kernels.sample.shapes import PROGRESS
-
-log = logging.getLogger("flint_jax")
 
 
 @jax.tree_util.register_dataclass
@@ -212,9 +209,8 @@ ON_STATE = ("prefill", "decode", "fast", "admit", "release", "copy page")  # pro
 
 
 class Steps:
-    """The compiled steps of one model, and the device state they pass along.
-
-    ``compile()`` builds every bucket; after it nothing compiles. Results are device arrays: reading them waits.
+    """The compiled steps of one model, and the device state they pass along. After ``compile()`` nothing compiles.
+    Results are device arrays: reading them waits.
 
     With ``allocate=False`` nothing is put on the device, and the model's weights may be shapes: ``build`` compiles,
     ``resize`` changes the number of pages, and then ``use`` and ``allocate`` make it ready to run (``fit`` does this).
@@ -264,9 +260,9 @@ class Steps:
             self.allocate()
 
     def _empty(self) -> tuple[State, Array, snapshots.Snapshots]:
-        s, dtype = self.sizes, self.model.numerics.dtype
+        s = self.sizes
         tables = jnp.zeros((s.slots, table_width(s.max_context)), jnp.int32)
-        kept = snapshots.Snapshots.create(self.config, s.snapshots, dtype)
+        kept = snapshots.Snapshots.create(self.config, s.snapshots, self.model.numerics.dtype)
         return State.create(self.model, s.slots, s.pages), tables, kept
 
     def allocate(self) -> None:
@@ -350,13 +346,16 @@ class Steps:
         # XLA compiles outside Python's lock, so programs are compiled side by side; the large ones first.
         with concurrent.futures.ThreadPoolExecutor(max(1, min(8, os.cpu_count() or 1))) as pool:
             jobs = {pool.submit(one, make): key for key, make in lower.items()}
-            for done, job in enumerate(concurrent.futures.as_completed(jobs), start=1):
-                self._compiled[jobs[job]], lowering, compiling = job.result()
-                spent["lower"] += lowering
-                spent["compile"] += compiling
-                log.debug("%s: lower %.1f s, compile %.1f s", jobs[job], lowering, compiling)
-                if progress is not None:
-                    progress(" ".join(map(str, jobs[job])), done, len(jobs))
+            try:
+                for done, job in enumerate(concurrent.futures.as_completed(jobs), start=1):
+                    self._compiled[jobs[job]], lowering, compiling = job.result()
+                    spent["lower"] += lowering
+                    spent["compile"] += compiling
+                    if progress is not None:
+                        progress(" ".join(map(str, jobs[job])), done, len(jobs))
+            except BaseException:  # one failed, or nobody wants them any more: begin no other
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
         return {"wall": time.monotonic() - begin, **spent}
 
     def _programs(self) -> dict[tuple[str, int], Callable[[], jax.stages.Lowered]]:

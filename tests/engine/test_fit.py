@@ -1,5 +1,6 @@
 """Compiled before anything is allocated; the pool is what the compiled programs leave over."""
 
+import functools
 import logging
 
 import jax
@@ -77,6 +78,26 @@ def test_pages_shrink_to_what_the_programs_leave(steps, caplog):
     kept = {key[0] for key, run in steps.programs.items() if run in before}
     assert kept == {"peek", "logprobs", "redraw", "score", "save", "restore"}
     assert spent["wall"] > 0
+
+
+def test_no_program_begins_when_nobody_wants_them(monkeypatch):
+    made = Steps(Flint(CONFIG, jax.eval_shape(weights), NUMERICS), SIZES, allocate=False)
+    monkeypatch.setattr("flint_jax.step.os.cpu_count", lambda: 1)
+    begun = []
+
+    def program(n):
+        begun.append(n)
+        return jax.jit(lambda x: x + n).lower(jax.ShapeDtypeStruct((), "int32"))
+
+    lower = {("peek", n): functools.partial(program, n) for n in range(20)}
+    monkeypatch.setattr(made, "_programs", lambda: lower)
+
+    def stop(*_):
+        raise KeyError("enough")
+
+    with pytest.raises(KeyError, match="enough"):
+        made.build(stop)
+    assert len(begun) < 20
 
 
 def test_slack_is_used_before_pages_go():
