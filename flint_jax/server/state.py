@@ -11,6 +11,7 @@ from typing import Any
 
 from flint_jax.server.errors import ApiError
 from flint_jax.server.jobs import Job
+from flint_jax.server.memory import ItemMemory
 from flint_jax.server.records import Timings
 from flint_jax.server.settings import ServerSettings
 
@@ -64,6 +65,7 @@ class ServerState:
         self.served: ServedModel | None = None
         self.jobs: set[Job] = set()
         self.timings = Timings()
+        self.memory = ItemMemory()
 
     def progress(self, detail: str) -> None:
         """Say how far loading is; shown by /health."""
