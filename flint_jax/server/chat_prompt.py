@@ -29,7 +29,9 @@ class Conversation:
     """What the model is to answer.
 
     messages, tools: in the form of OpenAI's chat completions. choice, parallel: which calls may come.
-    kwargs: the template's arguments. param: the request's field that the messages came from, for errors.
+    kwargs: the template's arguments. defaults: those of the protocol for a request that says nothing, where the
+    template has a switch for thinking; the server's own (--default-chat-template-kwargs) go before them.
+    param: the request's field that the messages came from, for errors.
     """
 
     messages: Sequence[Mapping[str, Any]]
@@ -38,6 +40,7 @@ class Conversation:
     parallel: bool = True
     documents: Sequence[Mapping[str, Any]] | None = None
     kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     param: str = "messages"
@@ -81,7 +84,8 @@ async def render(
             conversation.param,
             "no_chat_template",
         )
-    kwargs = layered(settings.template_kwargs, conversation.kwargs)
+    defaults = conversation.defaults if served.template.has_thinking_switch else {}
+    kwargs = layered(defaults, settings.template_kwargs, conversation.kwargs)
     thinking = thinking_enabled(kwargs)
     fits = functools.partial(check_text, served, wanted=wanted or 0, param=conversation.param, look=look)
     hidden = settings.exclude_tools_when_none and conversation.choice.mode == NONE

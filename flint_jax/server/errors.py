@@ -47,6 +47,10 @@ CODE_STATUS = {
 RETRY_AFTER_S = 2  # openai's client waits this long before its first retry of a 429 or 503
 
 
+# of the 4xx, what another try may cure; of all others clients are told that it will not
+_MAY_PASS = frozenset({408, 409, 425, 429})
+
+
 class ApiError(Exception):
     """An answer other than 200. ``status`` is the HTTP status; the rest goes into the error object.
 
@@ -77,8 +81,14 @@ class ApiError(Exception):
         return {"type": "error", "error": error, "request_id": request_id}
 
     def response(self, path: str = "", request_id: str = "") -> JsonReply:
-        """The HTTP response in the shape of the route, with Retry-After where trying again makes sense."""
+        """The HTTP response in the shape of the route, with Retry-After where trying again makes sense.
+
+        Where it does not, ``x-should-retry`` says so: Anthropic's and OpenAI's clients obey it, and an agent with a
+        wrong key says so at once instead of trying for minutes.
+        """
         headers = {"retry-after": str(RETRY_AFTER_S)} if self.status in (429, 503) else {}
+        if 400 <= self.status < 500 and self.status not in _MAY_PASS:
+            headers["x-should-retry"] = "false"
         if self.status == 401:
             headers["www-authenticate"] = "Bearer"
         body = self.anthropic_body(request_id) if is_anthropic(path) else self.body

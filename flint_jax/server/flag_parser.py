@@ -247,6 +247,7 @@ def make_parser() -> argparse.ArgumentParser:
         help="seconds between lines of statistics while there is work; 0 never",
     )
     _switch(g, "--disable-log-stats", help="the same as --log-stats-interval 0")
+    _switch(g, "--metrics-without-key", help="tell /metrics to anyone, whatever --api-key says")
     g.add_argument(
         "--metrics-prefix",
         type=prefix,

@@ -102,6 +102,7 @@ def parse(argv: Sequence[str]) -> tuple[ModelSettings, ServerSettings, list[str]
         log_requests=args.enable_log_requests,
         log_stats_s=0.0 if args.disable_log_stats else args.log_stats_interval,
         metrics_prefix=args.metrics_prefix,
+        open_metrics=args.metrics_without_key,
         tokenizer_info=args.enable_tokenizer_info_endpoint,
         allow_credentials=args.allow_credentials,
         allowed_methods=args.allowed_methods,

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flint_jax.server.errors import bad_request
+from flint_jax.server.foreign import earlier_arguments, left_out
 
 # Other servers' fields for the thoughts of an assistant's turn: the key of the text in each entry, by its type.
 _THOUGHTS = {
@@ -18,7 +19,8 @@ def read_message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
     """A message of chat completions, with what would be lost under another name in its usual place.
 
     A refusal without content becomes the content, and thoughts become ``reasoning_content`` unless there are some under
-    the usual names. Raises ApiError for ``function_call``, which ``tool_calls`` replaced.
+    the usual names. What cannot be read in a tool's result or in a call's arguments is told in words; see ``foreign``.
+    Raises ApiError for ``function_call``, which ``tool_calls`` replaced.
     """
     out = dict(message)
     if out.get("function_call"):
@@ -27,7 +29,9 @@ def read_message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
     if isinstance(out.get("refusal"), str) and not out.get("content"):
         out["content"] = out["refusal"]
     if isinstance(out.get("content"), list):
-        out["content"] = [_part(p) for p in out["content"]]
+        out["content"] = [_result_part(p) if out.get("role") == "tool" else _part(p) for p in out["content"]]
+    if isinstance(out.get("tool_calls"), list):
+        out["tool_calls"] = [_call(c) for c in out["tool_calls"]]
     if not out.get("reasoning") and not out.get("reasoning_content"):
         thoughts = [text for name, keys in _THOUGHTS.items() for text in _texts(out.get(name), keys)]
         if thoughts:
@@ -40,6 +44,18 @@ def _part(part: Any) -> Any:
     if not isinstance(part, Mapping) or part.get("type") != "reasoning":
         return part
     return {"type": "thinking", "thinking": part.get("reasoning", part.get("text"))}
+
+
+def _result_part(part: Any) -> Any:
+    line = left_out(part)
+    return part if line is None else {"type": "text", "text": line}
+
+
+def _call(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping):
+        return call
+    return {**call, "function": {**function, "arguments": earlier_arguments(function.get("arguments"))}}
 
 
 def _texts(entries: Any, keys: Mapping[str, str]) -> list[str]:

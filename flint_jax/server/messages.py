@@ -18,11 +18,12 @@ from flint_jax.server.choices import Piece
 from flint_jax.server.errors import ApiError
 from flint_jax.server.forced import read_structured
 from flint_jax.server.jobs import Job
-from flint_jax.server.messages_input import read_conversation, read_format, refuse_thread
+from flint_jax.server.messages_input import omits_thoughts, read_conversation, read_format, refuse_thread
 from flint_jax.server.models import reply_name
 from flint_jax.server.records import arrival
 from flint_jax.server.replies import JsonReply, quoted
 from flint_jax.server.sampling_fields import read_sampling
+from flint_jax.server.sealing import sealed
 from flint_jax.server.state import ServerState
 from flint_jax.server.thinking import read_budget
 
@@ -31,7 +32,6 @@ _IGNORED = frozenset(
         "betas",
         "cache_control",
         "compaction",  # this, max_tokens and thread: of count_tokens
-        "context_management",
         "inference_geo",
         "max_tokens",
         "metadata",
@@ -68,7 +68,7 @@ class MessagesWriter(Writer):
     CALL_PREFIX: ClassVar[str] = "toolu_"
 
     @classmethod
-    def read(cls, fields: Fields, state: ServerState) -> tuple[Ask, None]:
+    def read(cls, fields: Fields, state: ServerState) -> tuple[Ask, bool]:
         """The request. Raises ApiError."""
         refuse_thread(fields)
         fields.unsupported("compaction", hint="ask for a summary in a message")
@@ -87,16 +87,17 @@ class MessagesWriter(Writer):
             structured=read_structured(fields),
             budget=read_budget(fields, "thinking"),
         )
-        return ask, None
+        return ask, omits_thoughts(fields)
 
-    def __init__(self, run: Run, options: None):
+    def __init__(self, run: Run, options: bool):
+        """options: whether thoughts come without their text."""
         super().__init__(run, options)
         self._choice = run.choices[0]
 
     async def whole(self, job: Job) -> dict[str, Any]:
         """The reply in one object."""
         (total,) = await self.run.whole(job)
-        blocks = _Blocks()
+        blocks = _Blocks(omit=self.options)
         for delta in total.deltas:
             blocks.push(delta)
         blocks.close()
@@ -104,7 +105,7 @@ class MessagesWriter(Writer):
 
     async def frames(self, job: Job) -> AsyncIterator[bytes]:
         """The reply as events. A ping keeps a silent stream alive, and clients see the start before the first one."""
-        blocks, begun = _Blocks(), False
+        blocks, begun = _Blocks(omit=self.options), False
         async for piece in self.run.pieces(job):
             frame = []
             if not begun:
@@ -163,10 +164,12 @@ class MessagesWriter(Writer):
 class _Blocks:
     """From deltas to content blocks and to the events that tell them; the same blocks either way.
 
+    omit: thoughts come without their text, which the signature then holds, so that it comes back all the same.
     done: the blocks that are complete.
     """
 
-    def __init__(self):
+    def __init__(self, *, omit: bool):
+        self._omit = omit
         self.done: list[dict[str, Any]] = []
         self._block: dict[str, Any] | None = None  # the open one
         self._parts: list[str] = []
@@ -179,7 +182,11 @@ class _Blocks:
                 return [*self._open({"type": "text", "text": ""}, '"text_delta","text":'), self._more(text)]
             case Reasoning(text):
                 block = {"type": "thinking", "thinking": "", "signature": ""}
-                return [*self._open(block, '"thinking_delta","thinking":'), self._more(text)]
+                events = self._open(block, '"thinking_delta","thinking":')
+                if self._omit:
+                    self._parts.append(text)
+                    return events
+                return [*events, self._more(text)]
             case CallStart(_, call_id, name):
                 block = {"type": "tool_use", "id": call_id, "name": name, "input": {}}
                 return self._open(block, '"input_json_delta","partial_json":')
@@ -199,8 +206,9 @@ class _Blocks:
         if block["type"] == "tool_use":
             block = block | {"input": json.loads(text)}
         elif block["type"] == "thinking":
-            block = block | {"thinking": text, "signature": _SIGNATURE}
-            signed = {"type": "signature_delta", "signature": _SIGNATURE}
+            signature = sealed(text) if self._omit else _SIGNATURE
+            block = block | {"thinking": "" if self._omit else text, "signature": signature}
+            signed = {"type": "signature_delta", "signature": signature}
             events.append(_event({"type": "content_block_delta", "index": index, "delta": signed}))
         else:
             block = block | {"text": text}

@@ -10,7 +10,10 @@ from flint_jax.server.body import Fields, kind_of, log_once
 from flint_jax.server.chat_prompt import Conversation
 from flint_jax.server.errors import ApiError, bad_request
 from flint_jax.server.forced import AUTO, NONE, REQUIRED, ToolChoice
-from flint_jax.server.thinking import effort_kwargs, layered, type_kwargs
+from flint_jax.server.foreign import earlier_arguments, left_out
+from flint_jax.server.old_thoughts import keep_last, kept_turns
+from flint_jax.server.sealing import unsealed
+from flint_jax.server.thinking import effort_kwargs, layered, switch, type_kwargs
 from flint_jax.server.tools import check_function, named_choice, plain_choice
 
 # Claude Code's first system block: it changes with every request, and with it all that follows would be another prefix.
@@ -32,6 +35,7 @@ def read_conversation(fields: Fields) -> Conversation:
     choice, parallel = _choice(fields, tools, left_out)
     system = _system(fields.raw("system"))
     messages = _messages(fields)
+    old_thoughts = keep_last(messages, kept_turns(fields))
     last = messages[-1]
     goes_on = last["role"] == "assistant" and bool(last["content"]) and not last.get("tool_calls")
     return Conversation(
@@ -40,10 +44,13 @@ def read_conversation(fields: Fields) -> Conversation:
         choice=choice,
         parallel=parallel,
         kwargs=layered(
+            old_thoughts,
             type_kwargs(fields),
             effort_kwargs(output_config(fields), "effort"),
             fields.object("chat_template_kwargs") or {},
         ),
+        # Anthropic's default: who does not ask for thoughts, a title's 12 tokens for instance, wants none
+        defaults={} if fields.has("thinking") or fields.has("thinking_token_budget") else switch(False),
         add_generation_prompt=not goes_on,
         continue_final_message=goes_on,
     )
@@ -63,6 +70,18 @@ def refuse_thread(fields: Fields) -> None:
         )
         error.details = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
         raise error
+
+
+def omits_thoughts(fields: Fields) -> bool:
+    """Whether ``thinking.display`` asks for thoughts without their text. Raises ApiError for another word."""
+    given = fields.raw("thinking")
+    if not isinstance(given, dict):
+        return False
+    options = Fields(given, prefix="thinking.")
+    display = options.string("display", "summarized")
+    if display not in ("summarized", "omitted"):
+        raise options.error("display", f"is {display!r:.40}; need summarized or omitted")
+    return display == "omitted"
 
 
 def output_config(fields: Fields) -> Fields:
@@ -177,16 +196,14 @@ def _assistant(blocks: Sequence[tuple[dict[str, Any], str]], names: dict[str, st
     for block, where in blocks:
         match block.get("type"):
             case "thinking":
-                thoughts.append(_string(block, "thinking", where))
+                thoughts.append(_string(block, "thinking", where) or unsealed(block.get("signature")))
             case "redacted_thinking":
                 pass  # another server's; nobody here can read it
             case "tool_use":
-                name, arguments = _string(block, "name", where), block.get("input")
-                if not isinstance(arguments, dict | None):
-                    raise bad_request(f"{where}.input is {kind_of(arguments)}; need an object", f"{where}.input")
+                name = _string(block, "name", where)
                 call_id = str(block.get("id") or "")
                 names[call_id] = name
-                function = {"name": name, "arguments": arguments or {}}
+                function = {"name": name, "arguments": earlier_arguments(block.get("input"))}
                 calls.append({"id": call_id, "type": "function", "function": function})
             case _:
                 texts.append(_text(block, where))
@@ -227,7 +244,7 @@ def _user(role: str, blocks: Sequence[tuple[dict[str, Any], str]], names: dict[s
 
 
 def _result(block: dict[str, Any], where: str, names: dict[str, str]) -> dict[str, Any]:
-    content = _joined(block.get("content"), f"{where}.content")
+    content = _joined(block.get("content"), f"{where}.content", result=True)
     failed = block.get("is_error") is True
     if failed and not _SAYS_ERROR.match(content):
         content = f"Error: {content}"
@@ -236,8 +253,11 @@ def _result(block: dict[str, Any], where: str, names: dict[str, str]) -> dict[st
     return message | ({"name": names[call_id]} if call_id in names else {})
 
 
-def _text(block: dict[str, Any], where: str) -> str:
-    """The text of a block: of a text, a document that is text, a search result, a summary, or the name of a tool."""
+def _text(block: dict[str, Any], where: str, *, result: bool = False) -> str:
+    """The text of a block: of a text, a document that is text, a search result, a summary, or the name of a tool.
+
+    result: the block is part of a tool's result, where a line stands for what cannot be read.
+    """
     kind, source = block.get("type"), block.get("source")
     if kind == "text":
         return _string(block, "text", where)
@@ -248,11 +268,16 @@ def _text(block: dict[str, Any], where: str) -> str:
     if kind == "tool_reference":  # all tools are in the prompt already, those that it loads, too
         return _string(block, "tool_name", where)
     if kind == "search_result":
-        return _titled(block, ("title", "source"), _joined(block.get("content"), f"{where}.content"))
+        return _titled(block, ("title", "source"), _joined(block.get("content"), f"{where}.content", result=result))
     if kind == "document" and isinstance(source, dict) and source.get("type") == "text":
         return _titled(block, ("title", "context"), _string(source, "data", f"{where}.source"))
     if kind == "document" and isinstance(source, dict) and source.get("type") == "content":
-        return _titled(block, ("title", "context"), _joined(source.get("content"), f"{where}.source.content"))
+        return _titled(
+            block, ("title", "context"), _joined(source.get("content"), f"{where}.source.content", result=result)
+        )
+    line = left_out(block) if result else None
+    if line is not None:
+        return line
     raise _unreadable(kind, where)
 
 
@@ -261,9 +286,11 @@ def _titled(block: dict[str, Any], keys: Sequence[str], text: str) -> str:
     return "\n".join([*(block[key] for key in keys if isinstance(block.get(key), str)), text])
 
 
-def _joined(content: Any, where: str) -> str:
+def _joined(content: Any, where: str, *, result: bool = False) -> str:
     """The text of a string, of blocks, or of nothing."""
-    return content if isinstance(content, str) else "\n".join(_text(b, w) for b, w in _blocks(content or [], where))
+    if isinstance(content, str):
+        return content
+    return "\n".join(_text(b, w, result=result) for b, w in _blocks(content or [], where))
 
 
 def _unreadable(kind: Any, where: str) -> ApiError:

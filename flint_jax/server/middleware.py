@@ -21,7 +21,7 @@ log = logging.getLogger("flint_jax.server")
 
 _SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _SLASHES = re.compile("/{2,}")
-OPEN_PATHS = frozenset({"/health"})  # need no key
+OPEN_PATHS = frozenset({"/health", "/ping"})  # need no key
 # are answered without a model
 ALWAYS_PATHS = frozenset({"/", "/health", "/ping", "/load", "/version", "/metrics", "/openapi.json"})
 
@@ -62,6 +62,7 @@ class Gate:
     def __init__(self, app, state: ServerState):
         self._app, self._state = app, state
         self._keys = [key.encode() for key in state.settings.api_keys]
+        self._open = OPEN_PATHS | ({"/metrics"} if state.settings.open_metrics else set())
 
     async def __call__(self, scope, receive, send) -> None:
         if scope["type"] != "http":
@@ -92,7 +93,7 @@ class Gate:
         if scope["method"] == "OPTIONS":
             return
         headers = Headers(scope=scope)
-        if self._keys and path not in OPEN_PATHS and not _is_page(path, headers) and not self._has_key(headers):
+        if self._keys and path not in self._open and not _is_page(path, headers) and not self._has_key(headers):
             raise ApiError(
                 401,
                 "no valid API key: send one as 'Authorization: Bearer KEY' or 'x-api-key: KEY'",

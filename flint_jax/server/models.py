@@ -14,6 +14,9 @@ from flint_jax.server.replies import JsonReply
 from flint_jax.server.state import ServedModel, ServerState
 
 _ANTHROPIC = "anthropic-version"  # the header by which its clients, who expect another form, are known
+# Codex reads its own catalogue of models from here and warns when the field is not there. An entry must hold its whole
+# prompt for that model, which is Codex's to know: with none it uses what its configuration says.
+_CODEX: list[dict[str, Any]] = []
 
 
 async def list_models(request: Request) -> Response:
@@ -22,7 +25,7 @@ async def list_models(request: Request) -> Response:
     if _ANTHROPIC in request.headers:
         cards = [_anthropic_card(served, name) for name in served.names]
         return JsonReply({"data": cards, "has_more": False, "first_id": cards[0]["id"], "last_id": cards[-1]["id"]})
-    return JsonReply({"object": "list", "data": [_card(served, name) for name in served.names]})
+    return JsonReply({"object": "list", "data": [_card(served, name) for name in served.names], "models": _CODEX})
 
 
 async def one_model(request: Request) -> Response:

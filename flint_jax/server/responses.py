@@ -1,4 +1,4 @@
-"""POST /v1/responses: OpenAI's newer protocol. Nothing is kept between requests."""
+"""POST /v1/responses: OpenAI's newer protocol."""
 
 from __future__ import annotations
 
@@ -17,14 +17,16 @@ from flint_jax.server.choices import Piece
 from flint_jax.server.errors import ApiError
 from flint_jax.server.forced import read_structured
 from flint_jax.server.jobs import Job
+from flint_jax.server.memory import ItemMemory
 from flint_jax.server.models import reply_name
-from flint_jax.server.responses_input import ToolName, read_conversation, read_format
+from flint_jax.server.responses_input import Input, ToolName, read_conversation, read_format, read_input
 from flint_jax.server.responses_items import Items
 from flint_jax.server.sampling_fields import read_sampling
 from flint_jax.server.state import ServerState
 from flint_jax.server.thinking import read_budget
 
-_STATELESS = "this server keeps nothing between requests; send the whole conversation as input"
+_STATELESS = "this server keeps no conversations; send previous_response_id, or all of it as input"
+_SUMMARIES = ("auto", "concise", "detailed")
 _LOGPROBS = "what only /v1/chat/completions and /v1/completions have"
 
 
@@ -35,11 +37,16 @@ async def responses(request: Request) -> Response:
 
 @dataclasses.dataclass(frozen=True)
 class _Options:
-    """What only this protocol has. echo: fields of the request that the reply repeats."""
+    """What only this protocol has. echo: fields of the request that the reply repeats. keep: where the
+    response is kept for later requests, None for nowhere.
+    """
 
     names: dict[str, ToolName]
     echo: dict[str, Any]
     seals_thoughts: bool
+    summarises: bool
+    given: Input
+    keep: ItemMemory | None
 
 
 class ResponsesWriter(Writer):
@@ -56,7 +63,6 @@ class ResponsesWriter(Writer):
             "prompt_cache_retention",
             "safety_identifier",
             "service_tier",
-            "store",
             "stream_options",
             "truncation",
             "user",
@@ -68,7 +74,6 @@ class ResponsesWriter(Writer):
     @classmethod
     def read(cls, fields: Fields, state: ServerState) -> tuple[Ask, _Options]:
         """The request. Raises ApiError."""
-        fields.unsupported("previous_response_id", hint=_STATELESS)
         fields.unsupported("conversation", hint=_STATELESS)
         fields.unsupported("background", hint="replies are not kept; read them as they come")
         fields.unsupported("prompt", hint="there are no stored prompts here; send instructions and input")
@@ -76,7 +81,9 @@ class ResponsesWriter(Writer):
         include = fields.strings("include")
         if "message.output_text.logprobs" in include:
             raise fields.error("include", f"asks for log-probabilities, {_LOGPROBS}", "unsupported_parameter")
-        conversation, names = read_conversation(fields)
+        given = read_input(fields, state.memory)
+        conversation, names = read_conversation(fields, given)
+        keeps = fields.boolean("store", True)
         limit = fields.integer("max_output_tokens", None, 1)
         ask = Ask(
             name=reply_name(fields, state),
@@ -93,7 +100,8 @@ class ResponsesWriter(Writer):
             "metadata": fields.object("metadata") or {},
             "parallel_tool_calls": conversation.parallel,
             "reasoning": {"effort": None, "summary": None} | (fields.object("reasoning") or {}),
-            "store": False,
+            "previous_response_id": given.previous,
+            "store": keeps,
             "temperature": ask.sampling.params.temperature,
             "text": {"format": {"type": "text"}} | (fields.object("text") or {}),
             "tool_choice": fields.raw("tool_choice") or "auto",
@@ -101,13 +109,20 @@ class ResponsesWriter(Writer):
             "top_p": ask.sampling.params.top_p,
             "truncation": "disabled",
         }
-        return ask, _Options(names, echo, "reasoning.encrypted_content" in include)
+        return ask, _Options(
+            names,
+            echo,
+            seals_thoughts="reasoning.encrypted_content" in include,
+            summarises=_summarises(fields),
+            given=given,
+            keep=state.memory if keeps else None,
+        )
 
     def __init__(self, run: Run, options: _Options):
         super().__init__(run, options)
         self._choice = run.choices[0]
         self._created = int(time.time())
-        self._items = Items(options.names, seal=options.seals_thoughts)
+        self._items = Items(options.names, seal=options.seals_thoughts, summary=options.summarises)
 
     async def whole(self, job: Job) -> dict[str, Any]:
         """The reply in one object."""
@@ -144,6 +159,9 @@ class ResponsesWriter(Writer):
         return self._items.event("response.failed", response=response).encode()
 
     def _finished(self, piece: Piece) -> dict[str, Any]:
+        if self.options.keep is not None:
+            given = self.options.given
+            self.options.keep.keep(self.run.id, given.previous, [i for i, _ in given.given], self._items.done)
         end: dict[str, Any] = {"usage": self._usage()}
         if piece.finish_reason == "length":
             return self._response("incomplete") | end | {"incomplete_details": {"reason": "max_output_tokens"}}
@@ -152,7 +170,7 @@ class ResponsesWriter(Writer):
     def _response(self, status: str) -> dict[str, Any]:
         head = {"id": self.run.id, "object": "response", "created_at": self._created, "status": status}
         rest = {"model": self.run.ask.name, "output": list(self._items.done), "usage": None}
-        nothing = dict.fromkeys(("error", "incomplete_details", "previous_response_id"))
+        nothing = dict.fromkeys(("error", "incomplete_details"))
         return head | {"background": False} | nothing | self.options.echo | rest
 
     def _usage(self) -> dict[str, Any]:
@@ -164,3 +182,15 @@ class ResponsesWriter(Writer):
             "output_tokens_details": {"reasoning_tokens": choice.reasoning_tokens},
             "total_tokens": prompt + choice.completion_tokens,
         }
+
+
+def _summarises(fields: Fields) -> bool:
+    """Whether a summary of the thoughts is asked for, under its new or its old name. Raises ApiError."""
+    options = Fields(fields.object("reasoning") or {}, prefix="reasoning.")
+    wanted = False
+    for name in ("summary", "generate_summary"):
+        word = options.string(name, "none")
+        if word not in ("none", *_SUMMARIES):
+            raise options.error(name, f"is {word!r:.40}; need one of {', '.join(_SUMMARIES)}, or none")
+        wanted = wanted or word != "none"
+    return wanted

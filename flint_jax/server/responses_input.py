@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import base64
 import dataclasses
-import json
 from collections.abc import Mapping
 from typing import Any
 
 from flint_jax.server.body import Fields, kind_of, log_once
 from flint_jax.server.chat_prompt import Conversation
 from flint_jax.server.errors import bad_request
+from flint_jax.server.foreign import earlier_arguments, left_out
+from flint_jax.server.memory import Item, ItemMemory
+from flint_jax.server.sealing import unsealed
 from flint_jax.server.thinking import layered, reasoning_kwargs
 from flint_jax.server.tools import check_function, read_choice
-
-_SEALED = "flint:"  # begins an ``encrypted_content`` of ours: the thought itself, for clients that send only this back
 
 # What other servers did on their own account; nothing of it is for the model to read.
 _SKIPPED = frozenset(
@@ -37,6 +36,10 @@ _SKIPPED = frozenset(
 _UNREADABLE = frozenset({"compaction", "compaction_summary", "context_compaction"})
 # Tools that the client runs and whose form only OpenAI's own models know.
 _UNTOLD = frozenset({"apply_patch", "computer", "computer_use_preview", "local_shell", "shell"})
+_GONE = (
+    "which this server does not keep (any more): it keeps the latest ones in memory, and none of requests that say "
+    '"store": false; send the whole conversation as input (in the AI SDK: providerOptions.openai.store = false)'
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,12 +51,60 @@ class ToolName:
     custom: bool = False
 
 
-def read_conversation(fields: Fields) -> tuple[Conversation, dict[str, ToolName]]:
+@dataclasses.dataclass(frozen=True)
+class Input:
+    """The input of a request. Each item comes with its place in the request, for errors.
+
+    before: the items of the conversation that ``previous`` (a response's id) ends. given: those of this request.
+    """
+
+    previous: str | None
+    before: list[Item]
+    given: list[tuple[Item, str]]
+
+    @property
+    def items(self) -> list[tuple[Item, str]]:
+        """All of them in order."""
+        return [*((item, "previous_response_id") for item in self.before), *self.given]
+
+
+def read_input(fields: Fields, memory: ItemMemory) -> Input:
+    """The input with references replaced by the items that they name. Raises ApiError.
+
+    An empty array is a user who says nothing: Codex begins with one.
+    """
+    previous, before = fields.string("previous_response_id"), []
+    if previous is not None:
+        found = memory.conversation(previous)
+        if found is None:
+            raise fields.error("previous_response_id", f"is {previous!r:.80}, {_GONE}")
+        before = found
+    given = fields.raw("input")
+    if isinstance(given, str):
+        given = [{"role": "user", "content": given}]
+    if not isinstance(given, list):
+        raise fields.error("input", "must be a string or an array of items")
+    out: list[tuple[Item, str]] = []
+    for n, item in enumerate(given or [{"role": "user", "content": ""}]):
+        where = f"input[{n}]"
+        if not isinstance(item, dict):
+            raise bad_request(f"{where} is {kind_of(item)}; need an object", where, "invalid_type")
+        if item.get("type") == "item_reference" or (item.keys() == {"id"}):  # a reference need not say its type
+            name = item.get("id")
+            found = memory.item(name) if isinstance(name, str) else None
+            if found is None:
+                raise bad_request(f"{where} refers to the item {name!r:.80}, {_GONE}", where)
+            item = found
+        out.append((item, where))
+    return Input(previous, before, out)
+
+
+def read_conversation(fields: Fields, given: Input) -> tuple[Conversation, dict[str, ToolName]]:
     """The conversation, and for each function that the model sees what the client calls it. Raises ApiError."""
-    tools, names = _tools(fields)
+    tools, names = _tools(fields, given)
     kwargs = layered(reasoning_kwargs(fields), fields.object("chat_template_kwargs") or {})
     conversation = Conversation(
-        messages=_messages(fields),
+        messages=_messages(fields, given),
         tools=tuple(tools),
         choice=read_choice(fields, tools),
         parallel=fields.boolean("parallel_tool_calls", True),
@@ -77,15 +128,10 @@ def read_format(fields: Fields) -> dict[str, Any] | None:
     return {"type": kind, "json_schema": {k: given[k] for k in ("name", "schema", "strict") if k in given}}
 
 
-def sealed(thought: str) -> str:
-    """A thought as ``encrypted_content``."""
-    return _SEALED + base64.b64encode(thought.encode()).decode()
-
-
 # -- tools -----------------------------------------------------------------------------------------------------------
 
 
-def _tools(fields: Fields) -> tuple[list[dict[str, Any]], dict[str, ToolName]]:
+def _tools(fields: Fields, given: Input) -> tuple[list[dict[str, Any]], dict[str, ToolName]]:
     tools: list[dict[str, Any]] = []
     names: dict[str, ToolName] = {}
 
@@ -109,26 +155,26 @@ def _tools(fields: Fields) -> tuple[list[dict[str, Any]], dict[str, ToolName]]:
         check_function(function, where)
         known = ToolName(function["name"], namespace, kind == "custom")
         shown = _shown(known)
-        if shown in names and where.startswith("input"):  # the same again
+        if shown in names and where != "tools" and not where.startswith("tools["):  # the same again
             return
         names[shown] = known
         tools.append({"type": "function", "function": _function(function, shown, known.custom)})
 
-    for where, given in (("tools", fields.array("tools") or []), *_later_tools(fields.raw("input"))):
-        for n, tool in enumerate(given):
+    for where, offered in (("tools", fields.array("tools") or []), *_later_tools(given)):
+        for n, tool in enumerate(offered):
             add(tool, f"{where}[{n}]", None)
     return tools, names
 
 
-def _later_tools(items: Any) -> list[tuple[str, list[Any]]]:
+def _later_tools(given: Input) -> list[tuple[str, list[Any]]]:
     """Tools that the input brings along: the model sees all of them from the beginning."""
     found = []
-    for n, item in enumerate(items if isinstance(items, list) else []):
-        if isinstance(item, dict) and item.get("type") in ("additional_tools", "tool_search_output"):
-            given = item.get("tools")
-            if not isinstance(given, list | None):
-                raise bad_request(f"input[{n}].tools is {kind_of(given)}; need an array", f"input[{n}].tools")
-            found.append((f"input[{n}].tools", given or []))
+    for item, where in given.items:
+        if item.get("type") in ("additional_tools", "tool_search_output"):
+            offered = item.get("tools")
+            if not isinstance(offered, list | None):
+                raise bad_request(f"{where}.tools is {kind_of(offered)}; need an array", f"{where}.tools")
+            found.append((f"{where}.tools", offered or []))
     return found
 
 
@@ -155,20 +201,12 @@ def _function(tool: Mapping[str, Any], name: str, custom: bool) -> dict[str, Any
 # -- input -----------------------------------------------------------------------------------------------------------
 
 
-def _messages(fields: Fields) -> list[dict[str, Any]]:
-    given = fields.raw("input")
-    if isinstance(given, str):
-        given = [{"role": "user", "content": given}]
-    if not isinstance(given, list) or not given:
-        raise fields.error("input", "must be a string or a non-empty array of items")
+def _messages(fields: Fields, given: Input) -> list[dict[str, Any]]:
     turns = _Turns()
     instructions = fields.string("instructions")
     if instructions:
         turns.messages.append({"role": "system", "content": instructions})
-    for n, item in enumerate(given):
-        where = f"input[{n}]"
-        if not isinstance(item, dict):
-            raise bad_request(f"{where} is {kind_of(item)}; need an object", where, "invalid_type")
+    for item, where in given.items:
         turns.add(item, where)
     turns.close()
     return turns.messages
@@ -195,8 +233,6 @@ class _Turns:
                 self._output(item.get("id"), item.get("output") or item.get("error"), f"{where}.output")
             case "function_call_output" | "custom_tool_call_output":
                 self._output(item.get("call_id"), item.get("output"), f"{where}.output")
-            case "item_reference":
-                raise bad_request(f"{where} refers to an item, but this server keeps none: send the item", where)
             case str() if kind in _UNREADABLE:
                 raise bad_request(
                     f"{where} is a {kind}, the earlier conversation in a form that only the server that made it can "
@@ -234,7 +270,7 @@ class _Turns:
     def _thought(self, item: Mapping[str, Any], where: str) -> None:
         if self._open is not None and (self._open["content"] or "tool_calls" in self._open):
             self.close()
-        thought = _text(item.get("content"), f"{where}.content") or _unsealed(item.get("encrypted_content"))
+        thought = _text(item.get("content"), f"{where}.content") or unsealed(item.get("encrypted_content"))
         thought = thought or _text(item.get("summary"), f"{where}.summary", "\n\n")  # all there is of others' thoughts
         if thought:
             turn = self._turn()
@@ -244,12 +280,7 @@ class _Turns:
         name = item.get("name")
         if not isinstance(name, str):
             raise bad_request(f"{where}.name is {kind_of(name)}; need a string", f"{where}.name", "invalid_type")
-        arguments = item.get("arguments")
-        if arguments is not None and not isinstance(arguments, str):
-            arguments = json.dumps(arguments, ensure_ascii=False)
-        if custom:
-            arguments = json.dumps({"input": str(item.get("input") or "")}, ensure_ascii=False)
-        _check_arguments(arguments, f"{where}.arguments")
+        arguments = {"input": str(item.get("input") or "")} if custom else earlier_arguments(item.get("arguments"))
         space = item.get("namespace")
         name = _shown(ToolName(name, space if isinstance(space, str) else None))
         function = {"name": name, "arguments": arguments}
@@ -258,29 +289,26 @@ class _Turns:
 
     def _output(self, call_id: Any, output: Any, where: str) -> None:
         self.close()
-        self.messages.append({"role": "tool", "tool_call_id": str(call_id), "content": _text(output, where)})
+        self.messages.append(
+            {"role": "tool", "tool_call_id": str(call_id), "content": _text(output, where, result=True)}
+        )
 
 
-def _check_arguments(text: str | None, where: str) -> None:
-    """Raise ApiError unless ``text`` is a JSON object, or nothing: the template needs its parts."""
-    if text is None or not text.strip():
-        return
-    try:
-        value = json.loads(text)
-    except ValueError as e:
-        raise bad_request(f"{where} is not JSON: {e}", where) from None
-    if not isinstance(value, dict):
-        raise bad_request(f"{where} holds a JSON {kind_of(value)}; need an object", where)
+def _text(content: Any, where: str, between: str = "", *, result: bool = False) -> str:
+    """The text of a string, of an array of text parts, or of nothing.
 
-
-def _text(content: Any, where: str, between: str = "") -> str:
-    """The text of a string, of an array of text parts, or of nothing."""
+    result: it is a tool's, where a line stands for what cannot be read.
+    """
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list):
         raise bad_request(f"{where} is {kind_of(content)}; need a string or an array of parts", where, "invalid_type")
     texts = []
     for n, part in enumerate(content):
+        line = left_out(part) if result else None
+        if line is not None:
+            texts.append(line)
+            continue
         kind = part.get("type") if isinstance(part, dict) else kind_of(part)
         text = part.get("refusal" if kind == "refusal" else "text") if isinstance(part, dict) else None
         if kind not in ("input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text"):
@@ -289,13 +317,3 @@ def _text(content: Any, where: str, between: str = "") -> str:
             raise bad_request(f"{where}[{n}].text must be a string", f"{where}[{n}].text", "invalid_type")
         texts.append(text)
     return between.join(texts)
-
-
-def _unsealed(sealed_thought: Any) -> str:
-    """The thought in an ``encrypted_content`` of ours; nothing for that of another server."""
-    if not isinstance(sealed_thought, str) or not sealed_thought.startswith(_SEALED):
-        return ""
-    try:
-        return base64.b64decode(sealed_thought.removeprefix(_SEALED), validate=True).decode()
-    except ValueError:
-        return ""

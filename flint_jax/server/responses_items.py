@@ -10,9 +10,10 @@ from typing import Any
 from flint_jax.grammar import CallArguments, CallEnd, CallStart, Content, Delta, Reasoning
 from flint_jax.server import sse
 from flint_jax.server.replies import quoted
-from flint_jax.server.responses_input import ToolName, sealed
+from flint_jax.server.responses_input import ToolName
+from flint_jax.server.sealing import sealed
 
-_TEXT, _THOUGHT = "response.output_text", "response.reasoning_text"
+_TEXT, _THOUGHT, _SUMMARY = "response.output_text", "response.reasoning_text", "response.reasoning_summary_text"
 _ARGUMENTS, _INPUT = "response.function_call_arguments", "response.custom_tool_call_input"
 
 
@@ -20,12 +21,13 @@ class Items:
     """Builds items one after the other, at most one of them open.
 
     names: what the client calls each function that the model sees. seal: put thoughts into ``encrypted_content`` too.
+    summary: thoughts go out as their own summary, which is what most clients show.
     done: the items that are complete.
     """
 
-    def __init__(self, names: Mapping[str, ToolName], *, seal: bool):
+    def __init__(self, names: Mapping[str, ToolName], *, seal: bool, summary: bool = False):
         self.done: list[dict[str, Any]] = []
-        self._names, self._seal = names, seal
+        self._names, self._seal, self._summary = names, seal, summary
         self._number = 0
         self._item: dict[str, Any] | None = None  # the open one
         self._parts: list[str] = []
@@ -78,26 +80,30 @@ class Items:
         if self._item is not None and self._item["type"] == kind:
             return []
         events = self.close()
+        field, index, parts = "content", "content_index", "response.content_part"
         if kind == "message":
             item = {"id": _new_id("msg"), "type": kind, "role": "assistant", "status": "in_progress", "content": []}
             name, part, logprobs = _TEXT, {"type": "output_text", "text": "", "annotations": []}, {"logprobs": []}
         else:
             item = {"id": _new_id("rs"), "type": kind, "status": "in_progress", "summary": [], "content": []}
             name, part, logprobs = _THOUGHT, {"type": "reasoning_text", "text": ""}, {}
-        at = {"item_id": item["id"], "output_index": len(self.done), "content_index": 0}
+            if self._summary:
+                field, index, parts = "summary", "summary_index", "response.reasoning_summary_part"
+                name, part = _SUMMARY, {"type": "summary_text", "text": ""}
+        at = {"item_id": item["id"], "output_index": len(self.done), index: 0}
 
         def end(text: str) -> list[str]:
             whole = part | {"text": text}
-            self._item = item | {"status": "completed", "content": [whole]}
+            self._item = item | {"status": "completed", field: [whole]}
             if kind == "reasoning" and self._seal:
                 self._item["encrypted_content"] = sealed(text)
             return [
                 self.event(f"{name}.done", **at, text=text, **logprobs),
-                self.event("response.content_part.done", **at, part=whole),
+                self.event(f"{parts}.done", **at, part=whole),
             ]
 
         events += self._open(item, end, f"{name}.delta", at | logprobs)
-        return [*events, self.event("response.content_part.added", **at, part=part)]
+        return [*events, self.event(f"{parts}.added", **at, part=part)]
 
     # -- calls -------------------------------------------------------------------------------------------------------
 

@@ -29,6 +29,7 @@ class ServerSettings:
     log_requests: a log line for each request, without its content.
     log_stats_s: seconds between two lines of statistics while there is work; 0 never.
     metrics_prefix: what names of metrics begin with; "vllm" makes its public dashboards work as they are.
+    open_metrics: whether /metrics is told without a key.
     tokenizer_info: whether /tokenizer_info tells the chat template and the special tokens.
     allow_credentials, allowed_methods, allowed_headers: what web origins may send.
     """
@@ -54,6 +55,7 @@ class ServerSettings:
     log_requests: bool = False
     log_stats_s: float = 10.0
     metrics_prefix: str = "vllm"
+    open_metrics: bool = False
     tokenizer_info: bool = True
     allow_credentials: bool = False
     allowed_methods: tuple[str, ...] = ("*",)

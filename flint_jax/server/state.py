@@ -12,6 +12,7 @@ from typing import Any
 from flint_jax.server.errors import ApiError
 from flint_jax.server.jobs import Job
 from flint_jax.server.preparing import Preparations
+from flint_jax.server.memory import ItemMemory
 from flint_jax.server.records import Timings
 from flint_jax.server.settings import ServerSettings
 from flint_jax.server.watchdog import Watchdog
@@ -75,6 +76,7 @@ class ServerState:
         self.preparing = Preparations()
         self.watchdog = Watchdog(settings.stall_timeout_s)
         self.timings = Timings()
+        self.memory = ItemMemory()
 
     def progress(self, detail: str) -> None:
         """Say how far loading is; shown by /health."""

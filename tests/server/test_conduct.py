@@ -71,12 +71,12 @@ def test_official_client_waits_for_the_model():
 # -- keys and origins --------------------------------------------------------------------------------------------------
 
 
-def test_every_route_but_health_asks_for_a_key():
+def test_every_route_but_health_and_ping_asks_for_a_key():
     with running(api_keys=("first-key", "zweiter-schlüssel")) as server:
         for method, path in [*every_route(), ("GET", "/nope"), ("POST", "/health/../v1/models")]:
             for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "first-key"}, {"x-api-key": ""}):
                 response = server.http.request(method, path, headers=headers)
-                if path == "/health":
+                if path in ("/health", "/ping"):
                     assert response.status_code == 200
                     continue
                 is_error(response, 401, "invalid_api_key")

@@ -39,7 +39,9 @@ def events(server, **fields):
 def test_whole_message_through_the_official_client(server):
     server.says("<think>Hm.</think>Let me look." + call("weather", city="Oslo", days="3"))
     server.engine.cached_tokens = 2
-    message = server.anthropic().messages.create(model="flint-test", max_tokens=99, messages=HI, tools=[WEATHER])
+    message = server.anthropic().messages.create(
+        model="flint-test", max_tokens=99, messages=HI, tools=[WEATHER], thinking={"type": "adaptive"}
+    )
     thought, text, use = message.content
     assert (message.type, message.role, message.model) == ("message", "assistant", "flint-test")
     assert re.fullmatch("[0-9a-f]{32}", message._request_id)
@@ -87,7 +89,7 @@ def test_streamed_message_is_the_whole_one(server, output, burst):
 
 def test_order_of_events(server):
     server.says("<think>ab</think>cd" + call("weather", city="Oslo") + call("weather"))
-    got = events(server, tools=[WEATHER])
+    got = events(server, tools=[WEATHER], thinking={"type": "enabled", "budget_tokens": 1024})
     assert got[0]["type"] == "message_start"
     assert got[0]["message"]["content"] == []
     assert got[0]["message"]["stop_reason"] is None

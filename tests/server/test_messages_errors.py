@@ -26,8 +26,8 @@ UNCOUNTED = {"max_tokens", "stop_sequences", "temperature", "output_config", "co
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages.0.content.0.text"),
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "'image' cannot be read"),
         (
-            {"messages": [{"role": "user", "content": [{"type": "tool_result", "content": [{"type": "image"}]}]}]},
-            "messages.0.content.0.content.0: a block of the type 'image'",
+            {"messages": [{"role": "user", "content": [{"type": "tool_result", "content": [{"type": "strange"}]}]}]},
+            "messages.0.content.0.content.0: a block of the type 'strange'",
         ),
         ({"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "a"}]}, *HI]}, "content.0.name"),
         (

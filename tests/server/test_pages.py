@@ -111,7 +111,7 @@ def test_a_browser_gets_the_page_without_a_key_and_nothing_else():
     with running(api_keys=("k",), loaded=False) as server:
         assert server.http.get("/", headers=browser).text == HTML  # while loading, too
         assert server.http.get("/").status_code == 401
-        for path in ("/v1/models", "/metrics", "/openapi.json", "/ping", "/x"):
+        for path in ("/v1/models", "/metrics", "/openapi.json", "/load", "/x"):
             assert server.http.get(path, headers=browser).status_code == 401, path
         assert server.http.get("/", headers={"x-api-key": "k"}).text == HTML
 

@@ -182,6 +182,22 @@ def check_forced(server: ServePy) -> None:
     assert re.search(r"recompilations_total(\{.*\})? 0(\.0)?$", metrics, re.MULTILINE), metrics
 
 
+def check_kept_thoughts(server: ServePy) -> None:
+    """Turns of Anthropic's protocol that keep their thoughts find all that was said before in the prefix cache."""
+    edits = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
+    ask = {"max_tokens": 60, "temperature": 0, "thinking": {"type": "adaptive"}, "context_management": edits}
+    messages, before = [], 0
+    for text in ("My dog is called Bello.", "What is my dog called?", "Hello"):
+        messages.append({"role": "user", "content": text})
+        reply = httpx.post(f"{server.url}/v1/messages", json=ask | {"messages": messages}, timeout=60).json()
+        assert reply["content"][0]["type"] == "thinking", reply
+        usage = reply["usage"]
+        assert usage["cache_read_input_tokens"] >= before, usage
+        # the last token of a reply is not computed until it is read
+        before = usage["input_tokens"] + usage["cache_read_input_tokens"] + usage["output_tokens"] - 2
+        messages.append({"role": "assistant", "content": reply["content"]})
+
+
 def check_hang_ups(server: ServePy) -> None:
     """Clients that hang up leave no request behind."""
     for n in range(5):
@@ -217,6 +233,7 @@ def test_embedded_model(tmp_path, capsys):
     check_clients(server)
     check_forced(server)
     check_session(server, capsys)
+    check_kept_thoughts(server)
     check_hang_ups(server)
     # the line that the banner offers works as it is
     command = server.printed.strip().splitlines()[-1].removeprefix("Try: ").strip()

@@ -256,7 +256,7 @@ def test_tools_may_come_with_the_input(show):
 
 def test_quiet_fields(server):
     quiet = {"store": True, "service_tier": "auto", "truncation": "auto", "prompt_cache_key": "k", "user": "u"}
-    assert ask(server, **quiet, text={"verbosity": "low"}, previous_response_id=None)["store"] is False
+    assert ask(server, **quiet, text={"verbosity": "low"}, previous_response_id=None)["store"] is True
 
 
 # -- errors ------------------------------------------------------------------------------------------------------------
@@ -266,7 +266,6 @@ def test_quiet_fields(server):
     ("fields", "param"),
     [
         ({"input": None}, "input"),
-        ({"input": []}, "input"),
         ({"input": 3}, "input"),
         ({"input": ["a"]}, "input[0]"),
         ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role"),
@@ -276,9 +275,6 @@ def test_quiet_fields(server):
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]"),
         ({"input": [{"type": "strange"}]}, "input[0].type"),
         ({"input": [{"type": "compaction", "encrypted_content": "x"}, {"role": "user", "content": "q"}]}, "input[0]"),
-        ({"input": [{"type": "function_call", "name": "f", "arguments": '{"a'}]}, "input[0].arguments"),
-        ({"input": [{"type": "function_call", "name": "f", "arguments": "[1]"}]}, "input[0].arguments"),
-        ({"input": [{"type": "function_call", "name": "f", "arguments": 3}]}, "input[0].arguments"),
         ({"input": [{"type": "reasoning", "summary": [{"type": "image"}]}]}, "input[0].summary[0]"),
         ({"tools": [WEATHER, {"type": "local_shell"}]}, "tools[1]"),
         ({"input": [{"type": "additional_tools", "tools": 3}]}, "input[0].tools"),
@@ -323,7 +319,7 @@ def test_an_error_after_the_first_event_fails_the_response(server):
     assert got[-1]["response"]["error"]["code"] == "server_error"
 
 
-def test_nothing_is_kept(server):
+def test_kept_responses_are_not_shown(server):
     reply = server.http.get("/v1/responses/resp_1")
     assert reply.status_code == 404
     assert json.loads(reply.text)["error"]["code"] == "unknown_route"

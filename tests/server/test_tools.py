@@ -232,7 +232,9 @@ def test_typed_parsing_and_forced_calls():
         answer = client.responses.parse(model="x", input="hi", text_format=_Answer)
         assert answer.output_parsed == _Answer(city="Oslo", days=3)
         assert seen[-1].format["json_schema"]["schema"]["properties"]["days"]["type"] == "integer"
-        message = server.anthropic().messages.parse(model="x", max_tokens=50, messages=HELLO, output_format=_Answer)
+        message = server.anthropic().messages.parse(
+            model="x", max_tokens=50, messages=HELLO, output_format=_Answer, thinking={"type": "adaptive"}
+        )
         assert message.parsed_output == _Answer(city="Oslo", days=3)
 
         server.says(call("weather", city="Oslo"))
