@@ -11,8 +11,8 @@ from typing import Any
 
 from flint_jax.server.errors import ApiError
 from flint_jax.server.jobs import Job
-from flint_jax.server.preparing import Preparations
 from flint_jax.server.memory import ItemMemory
+from flint_jax.server.preparing import Preparations
 from flint_jax.server.records import Timings
 from flint_jax.server.settings import ServerSettings
 from flint_jax.server.watchdog import Watchdog
