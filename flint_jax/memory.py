@@ -70,8 +70,13 @@ class MemoryPlan:
                 f"{s.snapshots * self.snapshot_bytes / 2**30:.2f} GiB. "
                 f"Lower --max-num-batched-tokens (now {s.chunks[-1]}), --max-num-seqs or --prefix-snapshots."
             )
-        sizes = dataclasses.replace(s, pages=int(pages), max_context=min(s.max_context, int(pages) * PAGE))
-        return dataclasses.replace(self, sizes=sizes, workspace=workspace)
+        return dataclasses.replace(self, workspace=workspace).with_pages(int(pages))
+
+    def with_pages(self, pages: int) -> MemoryPlan:
+        """The plan with another pool."""
+        s = self.sizes
+        sizes = dataclasses.replace(s, pages=pages, max_context=min(s.max_context, pages * PAGE))
+        return dataclasses.replace(self, sizes=sizes)
 
     @property
     def cache_bytes(self) -> int:
@@ -105,6 +110,7 @@ def plan(
     prefix_caching: bool = False,
     prefix_snapshots: int | None = None,
     pending: int = 0,
+    largest: int = 0,
     device_bytes: int | None = None,
     packed: bool = False,
 ) -> MemoryPlan:
@@ -112,8 +118,9 @@ def plan(
 
     max_model_len: longest request wanted; lowered to what the pool holds. prefix_snapshots: how many rings the prefix
     cache may keep, default a tenth of the room, at most eight a slot; 0 switches it off, too. pending: bytes of weights
-    that are still to be loaded. packed: prefill runs in kernels (``Steps.packed``), which keep no scores and gain from
-    longer steps. Raises ConfigError when not even one page per slot fits, or a number is out of range.
+    that are still to be loaded; largest: of one array among them. packed: prefill runs in kernels (``Steps.packed``),
+    which keep no scores and gain from longer steps. Raises ConfigError when not even one page per slot fits, or a
+    number is out of range.
     """
     _check(max_model_len, max_num_seqs, max_num_batched_tokens, utilization, prefix_snapshots)
     on_host = device_bytes is None and jax.default_backend() == "cpu"
@@ -134,6 +141,8 @@ def plan(
         most = min(SNAPSHOTS_PER_SLOT * slots, int(max(room, 0) * SNAPSHOT_SHARE) // snapshot)
         snapshots = most if prefix_snapshots is None else prefix_snapshots
     room -= snapshots * snapshot
+    if largest:
+        room = min(room, _in_one_piece(free, largest, snapshots * snapshot))
     wanted = -(-(max_model_len + 1) // PAGE) * slots * (PREFIX_ROOM if snapshots else 1)
     pages = min(room // page, wanted) if page else wanted
     if pages < slots or pages < 1:
@@ -147,6 +156,16 @@ def plan(
     batches = (*(b for b in BATCHES if b < slots), slots)
     sizes = Sizes(slots, int(pages), longest, batches, _chunks(chunk, 128 if packed and not on_host else 64), snapshots)
     return MemoryPlan(sizes, free, workspace, page, slot, snapshot)
+
+
+def _in_one_piece(free: int, largest: int, snapshots: int) -> int:
+    """Most bytes of keys and values that find room behind the weights, or in the hole that they leave.
+
+    Every stack of weights is put into tiles beside itself, so that loading leaves a hole as large as the largest one
+    below memory that nothing used yet. A pool is one array and has to lie in one of both: with 51 GiB free in two
+    pieces an H200 had no place for a pool of 48.
+    """
+    return max(free - largest, int(0.9 * largest) - snapshots)
 
 
 def process_limit() -> int | None:

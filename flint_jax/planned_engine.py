@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 
@@ -12,6 +13,9 @@ from flint_jax.engine import Engine
 from flint_jax.errors import ConfigError
 from flint_jax.model import Flint
 from flint_jax.step import Steps
+
+log = logging.getLogger("flint_jax")
+SMALLER = 3  # times that the pool may be made smaller
 
 
 class PlannedEngine:
@@ -41,7 +45,12 @@ class PlannedEngine:
             "max_prefill_ms": max_prefill_ms,
         }
         self.plan = memory.plan(
-            model.config, model.numerics, pending=sum(pending), packed=decode.supported(model), **sizes
+            model.config,
+            model.numerics,
+            pending=sum(pending),
+            largest=max(pending, default=0),
+            packed=decode.supported(model),
+            **sizes,
         )
         self.steps = Steps(model, self.plan.sizes, allocate=False)
         self.seconds: dict[str, float] = {}
@@ -54,7 +63,7 @@ class PlannedEngine:
         """The engine over the loaded ``model``. Raises ConfigError when the device has less memory than it said."""
         begin = time.monotonic()
         self.steps.use(model)
-        self.steps.allocate()
+        self._allocate()
         if self.seconds:
             _warm_up(self.steps, self.plan)
         engine = Engine(self.steps, **self._options)
@@ -62,6 +71,25 @@ class PlannedEngine:
         if self.seconds:
             engine.compile_seconds = self.seconds["wall"] + time.monotonic() - begin
         return engine
+
+    def _allocate(self) -> None:
+        """Put the empty state on the device; a smaller pool, compiled again, where its memory is in too many pieces."""
+        for _ in range(SMALLER):
+            try:
+                self.steps.allocate()
+                jax.block_until_ready((self.steps.state, self.steps.snapshots))
+                return
+            except jax.errors.JaxRuntimeError as error:
+                if "RESOURCE_EXHAUSTED" not in str(error):
+                    raise
+            self.plan = self.plan.with_pages(int(0.9 * self.plan.sizes.pages))
+            log.warning(
+                "no place for the KV cache in one piece; trying %d pages and compiling again", self.plan.sizes.pages
+            )
+            self.steps.resize(self.plan.sizes)  # drops what was allocated
+            if self.seconds:
+                self.seconds["wall"] += self.steps.build()["wall"]
+        self.steps.allocate()
 
 
 def _warm_up(steps: Steps, plan: memory.MemoryPlan) -> None:

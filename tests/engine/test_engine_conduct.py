@@ -316,7 +316,7 @@ def test_log_probabilities_of_prompts_that_share_steps():
     def score(row, following):
         asked.append((engine.steps.pieces[row], tuple(following)))
         n = len(following)
-        return tuple(np.zeros(shape).view(Drawn) for shape in (n, (n, 20), (n, 20), n))
+        return tuple(np.zeros(shape).view(Drawn) for shape in (n, (n, 20), (n, 20), n)), 0
 
     engine.steps.score_prompt = score
     sinks = [submit(engine, range(i, i + n), prompt_logprobs=0) for i, n in ((0, 150), (200, 30), (300, 90))]

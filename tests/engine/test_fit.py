@@ -76,7 +76,7 @@ def test_pages_shrink_to_what_the_programs_leave(steps, caplog):
     assert steps.state.cache.k_pages.shape[1] == fitted.sizes.pages
     assert "pages instead of 40; compiling again" in caplog.text
     kept = {key[0] for key, run in steps.programs.items() if run in before}
-    assert kept == {"peek", "logprobs", "redraw", "score", "save", "restore"}
+    assert kept == {"peek", "logprobs", "redraw", "score", "save", "restore", "stack"}
     assert spent["wall"] > 0
 
 

@@ -59,3 +59,13 @@ def test_with_a_prefix_cache_there_are_pages_for_more_than_the_slots_hold(monkey
     slots = 16 * (1024 // PAGE + 1)
     assert plan(100, monkeypatch, **short).sizes.pages == slots
     assert plan(100, monkeypatch, prefix_caching=True, **short).sizes.pages == 2 * slots
+
+
+def test_a_pool_fits_in_one_piece(monkeypatch):
+    """Behind the weights that are to come and the largest of them once more, or in the hole that this leaves."""
+    whole = plan(104, monkeypatch).sizes.pages
+    behind = plan(104, monkeypatch, largest=13 << 30)
+    assert behind.sizes.pages < whole
+    assert 0.99 * (91 << 30) < behind.sizes.pages * behind.page_bytes <= 91 << 30
+    inside = plan(51, monkeypatch, largest=47 << 30)
+    assert (51 - 47) << 30 < inside.sizes.pages * inside.page_bytes <= 0.9 * (47 << 30)
