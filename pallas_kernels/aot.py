@@ -77,6 +77,11 @@ def compile_for(target: str, fn, *args, donate_argnums=(), **jit_options) -> jax
     args: arrays or ShapeDtypeStructs (pytrees of them). Raises RuntimeError when this process already compiled for
     another target, and whatever the compiler says when the program does not build.
     """
+    return lower_for(target, fn, *args, donate_argnums=donate_argnums, **jit_options).compile()
+
+
+def lower_for(target: str, fn, *args, donate_argnums=(), **jit_options) -> jax.stages.Lowered:
+    """What ``compile_for`` compiles."""
     global _first_target
     if _first_target not in (None, target):
         raise RuntimeError(f"this process compiles for {_first_target}; start another one for {target}")
@@ -94,7 +99,7 @@ def compile_for(target: str, fn, *args, donate_argnums=(), **jit_options) -> jax
     shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), args)
     assumed = device.Device(TARGETS[target].name, (TARGETS[target].capability, 0), TARGETS[target].cores, 0.0)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), device.assume(assumed), dispatch.force("kernels"):
-        return jax.jit(fn, donate_argnums=donate_argnums, **jit_options).trace(*shapes).lower().compile()
+        return jax.jit(fn, donate_argnums=donate_argnums, **jit_options).trace(*shapes).lower()
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.mosaic import gpu as mosaic
-from jax.experimental.mosaic.gpu import utils
+from jax.experimental.mosaic.gpu import core, utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, scf
@@ -297,6 +297,28 @@ def slice_layer(layer, *stacks):
     if not (SLICES and aligned and isinstance(layer, int)):
         return stacks, False
     return tuple(stack if stack.shape[0] == 1 else stack[layer : layer + 1] for stack in stacks), True
+
+
+def _name_without_number() -> None:
+    """Have equal kernels be equal bytes in every process, or XLA's compile cache never finds a program again.
+
+    Mosaic numbers the kernels of a process in the order in which they are lowered (a name for its dumps, which it also
+    writes into the module), and programs are lowered side by side.
+    """
+    serde = core._run_serde_pass
+
+    def run(module, **options):
+        module = serde(module, **options)
+        if _DUMP_NAME in module.operation.attributes:
+            del module.operation.attributes[_DUMP_NAME]
+        return module
+
+    core._run_serde_pass = run
+
+
+_DUMP_NAME = "mosaic_gpu.dump_basename"
+if hasattr(core, "_run_serde_pass"):  # not a public name; without it only the cache suffers
+    _name_without_number()
 
 
 def cached(builder: Callable) -> Callable:
