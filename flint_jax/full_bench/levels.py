@@ -14,6 +14,7 @@ from typing import Any
 from flint_jax.load_test.http import Connection
 from flint_jax.load_test.run import Outcome, quantiles, request
 
+REQUEST_S = 180.0  # for one request
 STREAM_BEGINS_S = 30.0  # within which the stream beside a long prompt has to flow
 STREAM_PIECES = 32  # that it has sent before the long prompt arrives
 
@@ -63,7 +64,9 @@ class Client:
         left = self._deadline - time.monotonic()
         if left <= 0:
             raise LevelError("the time of the bench is over (--limit)")
-        args = argparse.Namespace(endpoint="completions", output_tokens=reply, openai_only=False, timeout=left)
+        args = argparse.Namespace(
+            endpoint="completions", output_tokens=reply, openai_only=False, timeout=min(left, REQUEST_S)
+        )
         connection = Connection(self._url)
         try:
             outcome = await request(args, self._model, list(prompt), connection, outcome)

@@ -14,7 +14,7 @@ import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 
-POLL_S = 0.1
+POLL_S = 0.2
 LAST_LINES = 20
 STOP_S = 30.0  # what it gets to stop after SIGTERM
 
@@ -47,7 +47,16 @@ class ServerProcess:
         self.began = time.monotonic()
         with log.open("wb") as output:
             self._child = subprocess.Popen(
-                [*command, "--host", "127.0.0.1", "--port", "0", *argv],
+                [
+                    *command,
+                    "--host",
+                    "127.0.0.1",
+                    "--port",
+                    "0",
+                    "--disable-access-log-for-endpoints",
+                    "/health",
+                    *argv,
+                ],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
