@@ -44,6 +44,7 @@ class ServerProcess:
         }
         script = _ROOT / "serve.py"
         command = [sys.executable, *([str(script)] if script.is_file() else ["-m", "flint_jax", "serve"])]
+        command += ["--host", "127.0.0.1", "--port", "0", "--disable-access-log-for-endpoints", "/health"]
         self.began = time.monotonic()
         with log.open("wb") as output:
             self._child = subprocess.Popen(
