@@ -203,14 +203,17 @@ async def _beside(client: Client, sizes: Lengths) -> dict[str, Any]:
             await asyncio.sleep(0.01)
         before = quantiles(list(stream.gaps))
         prompt = await client.ask(client.ids(sizes.long[0]), 1)
+        seen, begin = len(stream.gaps), time.monotonic()  # a gap that the prompt made may still be open
+        while len(stream.gaps) == seen and not running.done() and time.monotonic() - begin < STREAM_BEGINS_S:
+            await asyncio.sleep(0.01)
     finally:
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
     at, during = stream.began + stream.first, []
     for gap in stream.gaps:
-        at += gap
-        if prompt.began <= at <= prompt.began + prompt.first:
+        if at <= prompt.began + prompt.first and at + gap >= prompt.began:
             during.append(gap)
+        at += gap
     row = _row([prompt]) | {"itl_ms": quantiles(during), "itl_ms_before": before, "pieces": len(during)}
     if not during:
         row["warnings"] = [*row.get("warnings", []), "the stream sent nothing while the prompt was read"]

@@ -48,16 +48,7 @@ class ServerProcess:
         self.began = time.monotonic()
         with log.open("wb") as output:
             self._child = subprocess.Popen(
-                [
-                    *command,
-                    "--host",
-                    "127.0.0.1",
-                    "--port",
-                    "0",
-                    "--disable-access-log-for-endpoints",
-                    "/health",
-                    *argv,
-                ],
+                [*command, *argv],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

@@ -87,7 +87,7 @@ def test_gaps_of_a_stream_are_those_while_the_prompt_was_read():
     with running() as server:
         tokens = tokenizer().encode("some words and " * 400)
         server.engine.script = lambda prompt, params: Script(
-            tokens[: params.max_tokens], token_s=0.002 if params.max_tokens > 1 else 0.05
+            tokens[: params.max_tokens], token_s=0.005, prefill_s=0.1 if params.max_tokens == 1 else 0.0
         )
         client = levels.Client(server.url, "", 300, time.monotonic() + 60)
         sizes = dataclasses.replace(SMALL, long=(150, 4), stream=180)  # the context is 256
