@@ -24,6 +24,7 @@ def last_json(printed):
     return json.loads(printed.splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_every_level_of_a_server_with_dummy_weights(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(run, "TINY", SMALL)
     argv = ["--preset", "tiny", "--format", "nvfp4", "--limit", "300", "--keep", str(tmp_path), "--", *FLAGS.split()]
