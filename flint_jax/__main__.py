@@ -341,6 +341,10 @@ def _bench(args: argparse.Namespace) -> int:
         from flint_jax.load_test import run
 
         return run.main(args.rest[1:])
+    if args.rest[:1] == ["full"]:  # the device is its server's
+        from flint_jax.full_bench import run as full
+
+        return full.main(args.rest[1:])
     from flint_jax import bench, memory
 
     memory.prepare_process()

@@ -63,6 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     prefill_bench.arguments(prefill)
     prefill.set_defaults(run=prefill_bench.run)
     commands.add_parser("serve", help="load on a running server, and a check of what it sends; see bench serve --help")
+    commands.add_parser("full", help="the full-size model served for real, over HTTP; see bench full --help")
     args = parser.parse_args(argv)
     print(_header())
     rows = args.run(args)

@@ -27,10 +27,12 @@ from flint_jax.generation import Generation, Reader, Stream, Word, read_keywords
 from flint_jax.model import Flint
 from flint_jax.numerics import Numerics
 from flint_jax.planned_engine import PlannedEngine
+from flint_jax.random_weights import random_stack
 from flint_jax.sampling_params import SamplingParams
 from flint_jax.scoring import Scorer
 from flint_jax.scoring.inputs import two
 from flint_jax.step import Steps
+from flint_jax.weights import shapes
 
 log = logging.getLogger("flint_jax")
 
@@ -494,8 +496,15 @@ def open_model(
     config: str | os.PathLike | None = None,
     tokenizer: str | os.PathLike | None = None,
     sharding: Any = None,
+    dummy: bool = False,
+    weight_format: str | None = None,
+    seed: int = 0,
 ) -> Opened:
-    """``load`` up to the weights: the checkpoint is open, everything is checked, no weight is read."""
+    """``load`` up to the weights: the checkpoint is open, everything is checked, no weight is read.
+
+    dummy: the weights will be random ones of the config's shapes, made on the device; no file of weights is needed.
+    weight_format: of such weights, "bf16" or "nvfp4" (default: that of a GGUF, else "bf16"). seed: of such weights.
+    """
     import loaders  # the layer of checkpoint formats; the model itself never knows one
 
     rules = Numerics(numerics, dtype)
@@ -510,7 +519,10 @@ def open_model(
         )
     compile_cache.enable(unless_set=True)
     path = loaders.embedded_checkpoint() if path is None else path
-    checkpoint = loaders.open_checkpoint(path, config=config, tokenizer=tokenizer)
+    if dummy:
+        checkpoint = loaders.describe_checkpoint(path, config=config, tokenizer=tokenizer, weight_format=weight_format)
+    else:
+        checkpoint = loaders.open_checkpoint(path, config=config, tokenizer=tokenizer)
     c = checkpoint.config
     whole = isinstance(max_context, int | np.integer) and not isinstance(max_context, bool)
     if max_context is not None and not (whole and 1 <= max_context <= c.max_position_embeddings):
@@ -518,18 +530,23 @@ def open_model(
             f"max_context = {max_context!r:.60}: need 1 to {c.max_position_embeddings}, the model's own context",
             param="max_context",
         )
-    return Opened(checkpoint, rules, max_context, sharding is None and tiles.wanted(c, rules, kernels), sharding)
+    tiled = sharding is None and tiles.wanted(c, rules, kernels)
+    return Opened(checkpoint, rules, max_context, tiled, sharding, seed if dummy else None)
 
 
 @dataclasses.dataclass(frozen=True)
 class Opened:
-    """A checkpoint whose weights are still to be read. tiled: whether they are laid out for the kernels."""
+    """A checkpoint whose weights are still to be read. tiled: whether they are laid out for the kernels.
+
+    dummy: the seed of random weights that are made instead of reading any; None to read them.
+    """
 
     checkpoint: Any
     rules: Numerics
     max_context: int | None
     tiled: bool
     sharding: Any = None
+    dummy: int | None = None
 
     def sketch(self) -> LanguageModel | None:
         """The model with shapes for weights: to plan memory and to compile. None where only loading tells the shapes.
@@ -540,6 +557,8 @@ class Opened:
 
         if self.sharding is not None:
             return None
+        if self.dummy is not None:
+            return self._model(jax.eval_shape(self._random))
         tree = loaders.weight_shapes(self.checkpoint, **self._dtypes)
         if tree is None:
             return None
@@ -549,9 +568,29 @@ class Opened:
         """Read the weights and lay them out. on_read: called when they are read. Raises CheckpointError."""
         import loaders
 
+        if self.dummy is not None:
+            weights = self._random()
+            on_read()
+            return self._model(weights, progress)
         weights = loaders.load_weights(self.checkpoint, **self._dtypes, progress=progress, sharding=self.sharding)
         on_read()
         return self._model(tiles.tile_weights(weights) if self.tiled else weights, progress)
+
+    def _random(self) -> dict[str, Any]:
+        """Random weights, laid out. The largest stack comes first, so that the peak is the model, or twice that stack
+        where it is more than half of the model."""
+        from loaders.synthetic import spread
+
+        found = self.checkpoint
+        out: dict[str, Any] = {}
+        for name in sorted(shapes(found.config), key=lambda n: -math.prod(shapes(found.config)[n].shape)):
+            stack = random_stack(
+                name, found.config, self.rules, weight_format=found.weight_format, spread=spread, seed=self.dummy
+            )
+            tree = {name: stack}
+            del stack  # laying out frees it
+            out |= tiles.tile_weights(tree) if self.tiled else tree
+        return {name: out[name] for name in shapes(found.config)}
 
     @property
     def _dtypes(self) -> dict[str, str]:

@@ -38,18 +38,28 @@ def random_weights(
     weight_format: "bf16" or "nvfp4" (matrices packed). spread: standard deviation of a leaf. Stacks are filled one
     layer at a time, so the peak is the model and one layer.
     """
-    tree: dict[str, Matrix] = {}
-    for name, spec in shapes(config).items():
-        key = jax.random.key(seed ^ zlib.crc32(name.encode()))
-        std = spread(config, name)
-        if name in _NORMS:
-            tree[name] = jnp.ones(spec.shape, numerics.dtype)
-        elif spec.is_matrix and weight_format == "nvfp4":
-            tree[name] = _packed(key, spec, std)
-        else:
-            dtype = jnp.float32 if name == "sinks" else numerics.router_dtype if name == "router" else numerics.dtype
-            tree[name] = _fill(key, spec.shape, functools.partial(_normal, std=std, dtype=dtype), dtype)
-    return tree
+    options = {"weight_format": weight_format, "spread": spread, "seed": seed}
+    return {name: random_stack(name, config, numerics, **options) for name in shapes(config)}
+
+
+def random_stack(
+    name: str,
+    config: FlintConfig,
+    numerics: Numerics,
+    *,
+    weight_format: str,
+    spread: Callable[[FlintConfig, str], float],
+    seed: int = 0,
+) -> Matrix:
+    """One leaf of ``random_weights``, with the same numbers: for those who cannot hold the tree at once."""
+    spec, std = shapes(config)[name], spread(config, name)
+    key = jax.random.key(seed ^ zlib.crc32(name.encode()))
+    if name in _NORMS:
+        return jnp.ones(spec.shape, numerics.dtype)
+    if spec.is_matrix and weight_format == "nvfp4":
+        return _packed(key, spec, std)
+    dtype = jnp.float32 if name == "sinks" else numerics.router_dtype if name == "router" else numerics.dtype
+    return _fill(key, spec.shape, functools.partial(_normal, std=std, dtype=dtype), dtype)
 
 
 def _normal(key, shape, std, dtype):

@@ -261,9 +261,10 @@ class Steps:
 
     def _empty(self) -> tuple[State, Array, snapshots.Snapshots]:
         s = self.sizes
+        # The pools first: what loading left in pieces is enough for the rest.
+        state = State.create(self.model, s.slots, s.pages)
         tables = jnp.zeros((s.slots, table_width(s.max_context)), jnp.int32)
-        kept = snapshots.Snapshots.create(self.config, s.snapshots, self.model.numerics.dtype)
-        return State.create(self.model, s.slots, s.pages), tables, kept
+        return state, tables, snapshots.Snapshots.create(self.config, s.snapshots, self.model.numerics.dtype)
 
     def allocate(self) -> None:
         """Put the empty state, tables and snapshots on the device."""

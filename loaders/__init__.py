@@ -6,13 +6,13 @@ import os
 from typing import TYPE_CHECKING
 
 from loaders.assemble import LoadReport
-from loaders.checkpoint import Checkpoint, load_weights, open_checkpoint, weight_shapes
+from loaders.checkpoint import Checkpoint, describe_checkpoint, load_weights, open_checkpoint, weight_shapes
 from loaders.embedded import embedded_checkpoint
 from loaders.export import save_checkpoint
 
 __all__ = [
-    "Checkpoint", "LoadReport", "embedded_checkpoint", "load_tokenizer", "load_weights", "open_checkpoint",
-    "save_checkpoint", "weight_shapes",
+    "Checkpoint", "LoadReport", "describe_checkpoint", "embedded_checkpoint", "load_tokenizer", "load_weights",
+    "open_checkpoint", "save_checkpoint", "weight_shapes",
 ]  # fmt: skip
 
 

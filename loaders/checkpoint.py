@@ -26,8 +26,8 @@ class Checkpoint:
     """What open_checkpoint found.
 
     generation: settings of generation_config.json (its names; ``eos_token_id`` is a list) or of the GGUF, may be empty.
-    format: "safetensors", "gguf" or "orbax". weight_format: "bf16", "nvfp4" or "mixed". nbytes: bytes of weights in
-    the files.
+    format: "safetensors", "gguf", "orbax" or "none" (see describe_checkpoint). weight_format: "bf16", "nvfp4" or
+    "mixed". nbytes: bytes of weights in the files.
     report: cost of the last load_weights, None before. clear_scale_signs: see open_checkpoint.
     name: what the files say (general.name in GGUF; every format written here keeps it), else that of the path.
     """
@@ -37,7 +37,7 @@ class Checkpoint:
     format: str
     config: FlintConfig
     generation: dict[str, Any]
-    plan: name_map.Plan | orbax.OrbaxPlan = dataclasses.field(repr=False)
+    plan: name_map.Plan | orbax.OrbaxPlan | NoWeights = dataclasses.field(repr=False)
     tokenizer_path: Path | None = None
     report: LoadReport | None = None
     clear_scale_signs: bool = False
@@ -117,6 +117,54 @@ def open_checkpoint(
         plan=plan,
         tokenizer_path=_tokenizer_path(tokenizer, folder, metadata, opened.paths[0]),
         clear_scale_signs=clear_scale_signs,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class NoWeights:
+    """The plan of a checkpoint whose weights are not looked at. weight_format: "bf16" or "nvfp4"."""
+
+    weight_format: str
+    nbytes: int = 0
+
+
+def describe_checkpoint(
+    path: str | os.PathLike,
+    *,
+    config: str | os.PathLike | None = None,
+    tokenizer: str | os.PathLike | None = None,
+    weight_format: str | None = None,
+) -> Checkpoint:
+    """``open_checkpoint`` without weights: a folder with config.json (and a tokenizer) is enough; a .gguf is read up to
+    its tensors.
+
+    weight_format: "bf16" or "nvfp4"; default: that of a GGUF, else "bf16". Raises CheckpointError and ConfigError; a
+    hub id is not downloaded.
+    """
+    path = Path(path).expanduser()
+    if not path.exists():
+        raise CheckpointError(
+            f"{path}: no such file or folder; without weights it takes a local folder with config.json and a "
+            "tokenizer, or a .gguf file"
+        )
+    alone = path.is_dir() and not any(path.glob("*.gguf")) and not orbax.is_orbax(path)
+    if not alone:
+        found = open_checkpoint(path, config=config, tokenizer=tokenizer)
+        own = "nvfp4" if found.weight_format == "nvfp4" else "bf16"
+        return dataclasses.replace(found, plan=NoWeights(weight_format or own), report=None)
+    if config is None and not (path / "config.json").is_file():
+        raise ConfigError(f"{path}: no config.json in this folder, which says what shapes the weights have")
+    found, _ = _config(config, path, {}, {}, path)
+    generation = _generation(path, {})
+    eos = dict.fromkeys([*found.eos_token_ids, *generation.get("eos_token_id", [])])
+    return Checkpoint(
+        name=_name(None, path),
+        path=path,
+        format="none",
+        config=dataclasses.replace(found, eos_token_ids=tuple(eos)),
+        generation=generation,
+        plan=NoWeights(weight_format or "bf16"),
+        tokenizer_path=_tokenizer_path(tokenizer, path, {}, path),
     )
 
 

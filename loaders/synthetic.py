@@ -254,17 +254,24 @@ def write_safetensors(
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    vocab = vocabulary.build(config.vocab_size)
     tensors = list(safetensors_tensors(config, seed))
     shard_bytes = shard_bytes or min(5_000_000_000, 2 * config.num_parameters // 3 + 1)
     size = writers.write_safetensors(
         folder, tensors, shard_bytes=shard_bytes, threads=threads or _threads(), progress=progress
     )
+    write_description(folder, config)
+    return size
+
+
+def write_description(folder: str | os.PathLike, config: FlintConfig) -> None:
+    """All of a published folder but its weights: configs, tokenizer and chat template."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    vocab = vocabulary.build(config.vocab_size)
     vocab.write_folder(folder, config.max_position_embeddings)
     ids = {"eos_token_id": vocab.eos_ids, "pad_token_id": vocab.eos_ids[0]}
     describe.write_json(folder / "generation_config.json", GENERATION | ids)
     describe.write_json(folder / "config.json", describe.config_json(config) | ids)
-    return size
 
 
 def _gguf_metadata(config: FlintConfig, name: str, packed: list[str]) -> dict[str, Any]:

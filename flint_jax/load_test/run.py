@@ -28,8 +28,12 @@ _ROUTES = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
 
 @dataclasses.dataclass
 class Outcome:
-    """One request: seconds to the first piece of text, between pieces, in all; tokens; what was wrong."""
+    """One request: seconds to the first piece of text, between pieces, in all; tokens; what was wrong.
 
+    began: when it was sent, by time.perf_counter.
+    """
+
+    began: float = 0.0
     first: float = 0.0
     gaps: list[float] = dataclasses.field(default_factory=list)
     total: float = 0.0
@@ -97,7 +101,7 @@ async def _level(args: argparse.Namespace, model: str, texts: _Texts, level: int
         connection = Connection(args.url, args.api_key)
         while left:
             left.popleft()
-            outcomes.append(await _request(args, model, texts.next(), connection))
+            outcomes.append(await request(args, model, texts.next(), connection))
         await connection.close()
 
     began = time.perf_counter()
@@ -105,7 +109,13 @@ async def _level(args: argparse.Namespace, model: str, texts: _Texts, level: int
     return _summary(level, outcomes, time.perf_counter() - began)
 
 
-async def _request(args: argparse.Namespace, model: str, text: str, connection: Connection) -> Outcome:
+async def request(
+    args: Any, model: str, text: str | Sequence[int], connection: Connection, outcome: Outcome | None = None
+) -> Outcome:
+    """One request of ``text`` (for completions also token ids), checked and timed.
+
+    args: the bench's flags; endpoint, output_tokens, openai_only and timeout count. outcome: filled while it runs.
+    """
     body: dict[str, Any] = {
         "model": model,
         "stream": True,
@@ -115,9 +125,9 @@ async def _request(args: argparse.Namespace, model: str, text: str, connection: 
     body |= {"messages": [{"role": "user", "content": text}]} if args.endpoint == "chat" else {"prompt": text}
     if not args.openai_only:
         body["ignore_eos"] = True
-    outcome = Outcome()
+    outcome = outcome or Outcome()
     checker = Checker(args.endpoint, wanted=args.output_tokens, exact=not args.openai_only)
-    began = last = time.perf_counter()
+    began = last = outcome.began = time.perf_counter()
     try:
         async with asyncio.timeout(args.timeout):
             async for at, block in connection.events(_ROUTES[args.endpoint], body):
@@ -180,13 +190,13 @@ def _summary(level: int, outcomes: list[Outcome], seconds: float) -> dict[str, A
         "tokens": tokens,
         "tokens_per_s": round(tokens / seconds, 2),
         "requests_per_s": round(len(good) / seconds, 3),
-        "ttft_ms": _quantiles([o.first for o in good]),
-        "itl_ms": _quantiles(gaps),
-        "e2e_ms": _quantiles([o.total for o in good]),
+        "ttft_ms": quantiles([o.first for o in good]),
+        "itl_ms": quantiles(gaps),
+        "e2e_ms": quantiles([o.total for o in good]),
     }
 
 
-def _quantiles(seconds: list[float]) -> dict[str, float]:
+def quantiles(seconds: list[float]) -> dict[str, float]:
     """Median, 90 and 99 %, and the largest, in ms."""
     if not seconds:
         return {}

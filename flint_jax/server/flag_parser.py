@@ -11,8 +11,10 @@ from flint_jax.server.flag_types import (
     fraction,
     generation,
     length,
+    load_format,
     milliseconds,
     prefix,
+    quantization,
     seconds,
     strings,
     template_kwargs,
@@ -77,6 +79,21 @@ def make_parser() -> argparse.ArgumentParser:
         default=[],
         metavar="NAME",
         help="names that clients may use, the first is shown in replies (default: the checkpoint's name)",
+    )
+    g.add_argument(
+        "--load-format",
+        type=load_format,
+        default="auto",
+        metavar="{auto,dummy}",
+        help="dummy: random weights of the config's shapes, made on the device; MODEL may then be a folder with "
+        "config.json and tokenizer alone",
+    )
+    g.add_argument(
+        "-q",
+        "--quantization",
+        type=quantization,
+        metavar="{nvfp4,none}",
+        help="format of dummy weights (default: that of a GGUF, else BF16); that of others is read from the files",
     )
     g.add_argument("--dtype", choices=["auto", "bfloat16", "float32"], default="auto", help="compute dtype")
     g.add_argument("--numerics", choices=["serving", "transformers"], default="serving", help="rounding contract")

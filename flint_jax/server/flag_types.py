@@ -13,6 +13,9 @@ from flint_jax.chat import RESERVED
 GENERATION = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
+NVFP4_NAMES = ("nvfp4", "modelopt", "modelopt_fp4")
+
+
 def whole(low: int, high: int):
     """A whole number in [low, high]."""
 
@@ -22,6 +25,24 @@ def whole(low: int, high: int):
         return int(text)
 
     return whole
+
+
+def load_format(text: str) -> str:
+    """ "dummy", or "auto" for vLLM's names of what is read from the files anyway."""
+    if text == "dummy":
+        return text
+    if text in ("auto", "hf", "safetensors", "gguf", "pt", "npcache", "mistral"):
+        return "auto"
+    raise argparse.ArgumentTypeError(f"{text!r}: need auto or dummy")
+
+
+def quantization(text: str) -> str:
+    """A format of weights by vLLM's names; "none" for BF16."""
+    if text in (*NVFP4_NAMES, "none", "gguf", "compressed-tensors"):
+        return text
+    raise argparse.ArgumentTypeError(
+        f"{text} is not supported: the format is read from the checkpoint; quantise it beforehand"
+    )
 
 
 def number(text: str) -> float:

@@ -14,6 +14,7 @@ from typing import Any
 from flint_jax.command_line import near
 from flint_jax.server import words
 from flint_jax.server.flag_parser import API_KEY_VARIABLE, FlagError, make_parser
+from flint_jax.server.flag_types import NVFP4_NAMES
 from flint_jax.server.settings import ServerSettings
 from flint_jax.server.vllm_flags import IGNORED, REFUSED, Foreign, sort_out
 
@@ -40,6 +41,8 @@ class ModelSettings:
     gpu_memory_utilization: float
     enable_prefix_caching: bool
     prefix_snapshots: int | None
+    load_format: str = "auto"  # or "dummy"
+    weight_format: str | None = None  # of dummy weights: "bf16" or "nvfp4"
 
 
 def parse(argv: Sequence[str]) -> tuple[ModelSettings, ServerSettings, list[str]]:
@@ -79,6 +82,8 @@ def parse(argv: Sequence[str]) -> tuple[ModelSettings, ServerSettings, list[str]
         gpu_memory_utilization=args.gpu_memory_utilization,
         enable_prefix_caching=args.enable_prefix_caching,
         prefix_snapshots=args.prefix_snapshots,
+        load_format=args.load_format,
+        weight_format=_dummy_format(args.load_format, args.quantization),
     )
     server_settings = ServerSettings(
         host=args.host,
@@ -109,6 +114,15 @@ def parse(argv: Sequence[str]) -> tuple[ModelSettings, ServerSettings, list[str]
         allowed_headers=args.allowed_headers,
     )
     return model_settings, server_settings, warnings
+
+
+def _dummy_format(load_format: str, quantization: str | None) -> str | None:
+    """The format of dummy weights, None for the checkpoint's own. Raises FlagError for a format of real weights."""
+    if quantization == "none":
+        if load_format != "dummy":
+            raise FlagError("--quantization none is for --load-format dummy; the format is read from the checkpoint")
+        return "bf16"
+    return "nvfp4" if load_format == "dummy" and quantization in NVFP4_NAMES else None
 
 
 def _keys_of_the_environment() -> list[str]:

@@ -65,11 +65,13 @@ def check_path(model: ModelSettings) -> None:
     """
     if model.chat_template is not None:
         ChatTemplate(model.chat_template)
-    from loaders import embedded_checkpoint, open_checkpoint
+    from loaders import describe_checkpoint, embedded_checkpoint, open_checkpoint
 
     path = embedded_checkpoint() if model.model is None else Path(model.model).expanduser()
-    if path.exists():
-        found = open_checkpoint(path, config=model.config, tokenizer=model.tokenizer)
+    dummy = model.load_format == "dummy"
+    if path.exists() or dummy:
+        look = describe_checkpoint if dummy else open_checkpoint
+        found = look(path, config=model.config, tokenizer=model.tokenizer)
         longest = found.config.max_position_embeddings
         if model.max_model_len is not None and model.max_model_len > longest:
             raise StartError(f"--max-model-len {model.max_model_len}: the model's own context is {longest} tokens")
@@ -110,7 +112,14 @@ def load(settings: ModelSettings, progress: Callable[[str], None]) -> ServedMode
         kernels=settings.kernels,
         config=settings.config,
         tokenizer=settings.tokenizer,
+        dummy=settings.load_format == "dummy",
+        weight_format=settings.weight_format,
+        seed=settings.seed,
     )
+    if settings.load_format == "dummy":
+        logging.getLogger("flint_jax.server").warning(
+            "--load-format dummy: random %s weights; what the model says means nothing", opened.checkpoint.weight_format
+        )
     if opened.checkpoint.tokenizer is None:
         raise StartError(
             f"{settings.model} has no tokenizer; give a folder that has one with --tokenizer, or --tokenizer bytes for "
@@ -267,6 +276,8 @@ def banner(served: ServedModel, model: ModelSettings, server: ServerSettings, ur
     """What the user reads when the server is ready."""
     engine = served.engine
     source = model.model or "the package: small talk, sums, look-ups and tool calls; docs/tiny.md says more"
+    if model.load_format == "dummy":
+        source = f"random weights of the shapes of {model.model or 'the package'} (--load-format dummy)"
     dtype = "bfloat16" if model.dtype == "auto" else model.dtype
     lines = [
         f"Ready: {served.names[0]}, {engine.config.num_parameters:,} parameters in {dtype}, from {source}",

@@ -15,7 +15,6 @@ IGNORED: dict[str, tuple[int, str]] = {
     "--reasoning-parser": (1, "the model's own format is built in"),
     "--trust-remote-code": (0, "no code of a checkpoint is ever run"),
     "--enable-chunked-prefill": (0, "prefill is always chunked"),
-    "--load-format": (1, "the format is read from the files"),
     "--config-format": (1, "the format is read from the files"),
     "--model-impl": (1, "there is one implementation of the model"),
     "--enable-prompt-tokens-details": (0, "usage always has them"),
@@ -41,7 +40,6 @@ IGNORED: dict[str, tuple[int, str]] = {
 
 # What we lack, and why.
 REFUSED: dict[str, str] = {
-    "--quantization": "the format is read from the checkpoint; quantise it beforehand",
     "--tensor-parallel-size": "this server runs on one GPU",
     "--pipeline-parallel-size": "this server runs on one GPU",
     "--data-parallel-size": "this server runs on one GPU; start one server per GPU",
@@ -96,7 +94,6 @@ REFUSED: dict[str, str] = {
 
 # Values of refused flags that ask for what is so anyway.
 HARMLESS: dict[str, frozenset[str]] = {
-    "--quantization": frozenset({"gguf", "nvfp4", "modelopt", "modelopt_fp4", "compressed-tensors"}),
     "--tensor-parallel-size": frozenset({"1"}),
     "--pipeline-parallel-size": frozenset({"1"}),
     "--data-parallel-size": frozenset({"1"}),
@@ -122,7 +119,6 @@ SHORT = {
     "-tp": "--tensor-parallel-size",
     "-pp": "--pipeline-parallel-size",
     "-dp": "--data-parallel-size",
-    "-q": "--quantization",
     "-ep": "--enable-expert-parallel",
     "-asc": "--api-server-count",
     "-cc": "--compilation-config",

@@ -229,3 +229,18 @@ def test_prefix_caching_is_on_unless_told_otherwise():
     model, *_ = parse(["--no-enable-prefix-caching", "--prefix-snapshots", "12"])
     assert (model.enable_prefix_caching, model.prefix_snapshots) == (False, 12)
     assert parse(["--enable-prefix-caching"])[0].enable_prefix_caching
+
+
+def test_the_format_of_dummy_weights():
+    assert parse(["m"])[0].load_format == "auto"
+    assert parse(["--load-format", "safetensors", "m"])[0].load_format == "auto"
+    for argv, wanted in [([], None), (["-q", "nvfp4"], "nvfp4"), (["-q", "none"], "bf16"), (["-q", "gguf"], None)]:
+        model = parse(["m", "--load-format", "dummy", *argv])[0]
+        assert (model.load_format, model.weight_format) == ("dummy", wanted)
+    assert parse(["-q", "nvfp4", "m"])[0].weight_format is None
+    with pytest.raises(FlagError, match="--load-format dummy"):
+        parse(["m", "-q", "none"])
+    with pytest.raises(FlagError, match="fp8 is not supported"):
+        parse(["m", "-q", "fp8"])
+    with pytest.raises(FlagError, match="auto or dummy"):
+        parse(["m", "--load-format", "bitsandbytes"])
