@@ -46,6 +46,8 @@ def table(config: FlintConfig, weight_format: str, device_gib: float, **asked: i
         numerics,
         device_bytes=device,
         pending=weights,
+        largest=largest,
+        packed=True,
         **{"max_model_len": config.max_position_embeddings, "prefix_caching": True, **asked},
     )
     head = [

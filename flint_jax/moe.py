@@ -91,7 +91,7 @@ def experts(
     y = None
     if cut is None and _grouped.get() is None and numerics.serving and isinstance(gate_up, Tiles):
         implementations = {"grouped": _on_tensor_cores, dispatch.REFERENCE: lambda *_: None}
-        y = dispatch.run("moe.experts", implementations, x, routing.ids, real, gate_up, down, layer)
+        y = dispatch.run("moe.experts", implementations, x, routing, real, gate_up, down, layer, numerics)
     if y is None:
         y = _plain(x, routing, gate_up, down, layer, numerics, cut)
     y = each(y).astype(jnp.float32)
@@ -102,15 +102,26 @@ def experts(
     return numerics.round(total)
 
 
-def _on_tensor_cores(x, ids, real, gate_up, down, layer) -> Float[Array, "M A D"]:
-    """Grouped products in kernels; raises KernelUnsupported."""
+def _on_tensor_cores(x, routing: Routing, real, gate_up, down, layer, numerics: Numerics) -> Float[Array, "M A D"]:
+    """Grouped products in kernels; raises KernelUnsupported. Whoever differentiates gets the plain path."""
     number = gate_up.shape[1]
-    if real is not None:
-        ids = jnp.where(real[:, None], ids, number)
-    groups = moe_gemm.group(ids, number)
-    act = moe_gemm.mosaic.gate_up(moe_gemm.product_order(x), groups, gate_up, layer)
-    y = moe_gemm.mosaic.down(act, groups, down, layer)
-    return y.at[groups.place].get(mode="promise_in_bounds")
+
+    @jax.custom_jvp
+    def run(x, routing, real, gate_up, down):
+        ids = routing.ids if real is None else jnp.where(real[:, None], routing.ids, number)
+        groups = moe_gemm.group(ids, number)
+        act = moe_gemm.mosaic.gate_up(moe_gemm.product_order(x), groups, gate_up, layer)
+        y = moe_gemm.mosaic.down(act, groups, down, layer)
+        return y.at[groups.place].get(mode="promise_in_bounds")
+
+    @run.defjvp
+    def _(primals, tangents):
+        def plain(x, routing, real, gate_up, down):
+            return _plain(x, routing, gate_up, down, layer, numerics, None)
+
+        return jax.jvp(plain, primals, tangents)
+
+    return run(x, routing, real, gate_up, down)
 
 
 def _plain(x, routing: Routing, gate_up: Matrix, down: Matrix, layer, numerics: Numerics, cut) -> Float[Array, "M A D"]:

@@ -39,9 +39,11 @@ def case(tokens: int, nvfp4: bool, skewed: bool = False) -> Case:
     def call(function, layer, x, groups, up, down):
         return function(x, groups, up, down, layer)
 
+    # Two roundings to bfloat16, one behind the other: 4.4e-3 was the worst of 24,576 rows (H200, BF16, 4,096 tokens).
+    tolerance = 6e-3
     name = f"moe_gemm/experts m{tokens} {'nvfp4' if nvfp4 else 'bf16'}{' skewed' if skewed else ''}"
     run, expected = functools.partial(call, experts), functools.partial(call, by_reference)
-    return Case(name, make, run, expected, layers, nbytes, operations=6 * tokens * ACTIVE * D * F)
+    return Case(name, make, run, expected, layers, nbytes, tolerance, operations=6 * tokens * ACTIVE * D * F)
 
 
 def cases() -> list[Case]:

@@ -14,8 +14,9 @@ from flint_jax import moe
 from flint_jax.model import Flint, Router
 from flint_jax.numerics import Numerics
 from pallas_kernels import aot, device
+from pallas_kernels.moe_gemm import reference as moe_gemm_reference
 from pallas_kernels.nvfp4 import Packed
-from pallas_kernels.testing import random_tiles
+from pallas_kernels.testing import random_tiles, row_error
 from tests.compiled import printed
 from tests.model import golden
 
@@ -307,3 +308,33 @@ def test_serving_breaks_ties_by_lowest_index():
     router = lm.model.blocks[2].mlp.router
     ids = np.asarray(router(jnp.zeros((3, lm.config.hidden_size), jnp.float32)).ids)
     np.testing.assert_array_equal(ids, [[0, 1, 2]] * 3)
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """A GPU's choice of implementation, with the kernels' references for kernels."""
+    monkeypatch.setattr(moe.moe_gemm.mosaic, "gate_up", moe_gemm_reference.gate_up)
+    monkeypatch.setattr(moe.moe_gemm.mosaic, "down", moe_gemm_reference.down)
+    with device.assume(device.Device("a GPU", (9, 0), 132, 0.0)):
+        yield
+
+
+@pytest.mark.parametrize("form", ["nvfp4 tiles", "bf16 tiles"])
+def test_grouped_products_are_the_same_experts(kernels, form):
+    """Rows that do not count change nothing for the others; gradients are those of the plain path."""
+    gate_up, down = stored(form)
+    tokens = 24
+    x = jax.random.normal(jax.random.key(5), (tokens, 128), jnp.bfloat16)
+    real = jnp.arange(tokens) % 3 != 0
+    chosen = routing(tokens, 2)
+
+    def run(x, **how):
+        options = {"layer": 1, "numerics": Numerics(), **how}
+        return moe.experts(x, chosen, gate_up, down, **options).astype(jnp.float32)
+
+    plain_cut = moe.Blocks(8, 4)
+    expected, ours, some = run(x, cut=plain_cut), run(x), run(x, real=real)
+    assert row_error(ours, expected) < 4e-3
+    np.testing.assert_array_equal(np.asarray(some)[np.asarray(real)], np.asarray(ours)[np.asarray(real)])
+    slopes = [jax.grad(lambda x, how=how: run(x, **how).sum())(x) for how in ({}, {"cut": plain_cut})]
+    assert row_error(*slopes) < 2e-2
