@@ -254,7 +254,8 @@ def test_an_interrupted_generate_leaves_nothing(lm, monkeypatch, where, late, pr
     wanted = lm.generate(IDS, **settings).token_ids
     engine = lm.engine()
     with monkeypatch.context() as patch:
-        patch.setattr(engine.steps, where, _Cut(getattr(engine.steps, where), 2 if prompts > 1 else 1, late=late))
+        nth = 2 if prompts > 1 and where != "prefill" else 1  # short prompts share one prefill step
+        patch.setattr(engine.steps, where, _Cut(getattr(engine.steps, where), nth, late=late))
         with pytest.raises(KeyboardInterrupt):
             lm.generate([IDS] * prompts if prompts > 1 else IDS, **settings)
     assert not engine._jobs
