@@ -83,6 +83,8 @@ class _Reader:
     def __init__(self, parts: list[Part], find: Callable[[str], Tool | None], names: Sequence[Tool]):
         self.parts, self.find, self.names = parts, find, names
         self.at = 0
+        self.keys: set[str] = set()
+        self.last_sure = max((n for n, p in enumerate(parts) if p.sure and p.text == END_VALUE), default=-1)
         self.block: Block | None = None
 
     def read(self) -> Block | None:
@@ -215,8 +217,9 @@ class _Reader:
         value = "".join(out)
         if not closed:
             value = value.removesuffix("\n")  # of the line that the next tag is on
-        if any(k == key for k, _ in self.block.members):
+        if key in self.keys:
             self._problem("repeated_key", f"the argument {key!r:.100} is there again; its first value counts")
+        self.keys.add(key)
         self.block.members.append((key, value))
 
     def _skip_strays(self, sure: int | None) -> None:
@@ -228,17 +231,18 @@ class _Reader:
 
     def _sure_end(self) -> int | None:
         """Where a sure closer ends the value: the last one before a sure key or the end, since a value may hold it."""
-        found = None
-        for at in range(self.at, len(self.parts)):
+        found, said = None, False  # said: text since the closer that was found
+        for at in range(self.at, self.last_sure + 1):
             part = self.parts[at]
+            said = said or self._is_text(at)
             if not part.sure:
                 continue
             if part.text == KEY and (found is not None or self._opens(at)):
                 break
             if part.text in (END_KEY, VALUE) and found is not None:
                 break  # the next argument's
-            if part.text == END_VALUE and (found is None or any(self._is_text(n) for n in range(found + 1, at))):
-                found = at
+            if part.text == END_VALUE and (found is None or said):
+                found, said = at, False
         return found
 
     def _closes(self, at: int) -> bool:

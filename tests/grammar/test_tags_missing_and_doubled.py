@@ -2,11 +2,12 @@
 
 import json
 import re
+import time
 
 import pytest
 
 from flint_jax.grammar import State, Tool, collect
-from tests.grammar.outputs import TOKENS, WORD, in_ones, read, run, tokens, whole
+from tests.grammar.outputs import TEXT, TOKENS, WORD, in_ones, read, run, tokens, whole
 
 GOOD = (
     "<think>plan</think>Look:\n<tool_call>search\n<arg_key>query</arg_key>\n<arg_value>how many days left</arg_value>\n"
@@ -77,6 +78,29 @@ def test_a_closer_that_is_text_counts_only_where_the_call_goes_on():
 def test_what_cannot_be_told_apart_is_no_call(output):
     message = read(output, start=State.CONTENT, tools=TOOLS)
     assert (message.calls, message.content) == ((), output)
+
+
+@pytest.mark.parametrize(
+    "middle",
+    [
+        "<arg_key>query</arg_key><arg_value>x</arg_value>",
+        "</arg_value>",
+        "<arg_key>",
+        "<arg_key>query</arg_key>",
+        "x</arg_value>",
+        "<arg_value>",
+    ],
+)
+@pytest.mark.parametrize("as_tokens", [True, False])
+def test_reading_a_long_block_takes_time_in_proportion(middle, as_tokens):
+    def seconds(n):
+        output = "<tool_call>search<arg_key>query</arg_key><arg_value>" + middle * n + "</tool_call>"
+        pairs = list(tokens(output, whole, block_tags=as_tokens, argument_tags=as_tokens))
+        begin = time.process_time()
+        run(pairs, TOKENS if as_tokens else TEXT, start=State.CONTENT, tools=TOOLS)
+        return time.process_time() - begin
+
+    assert seconds(4000) < 40 * min(seconds(500) for _ in range(3))  # 8 times the length
 
 
 def test_an_optional_thought_of_a_request_that_does_not_think_is_left_out():
