@@ -64,8 +64,8 @@ class Tracker:
         tag = self._tags.get(token_id)
         thought = self._state is State.REASONING
         if tag == CALL:  # ends a thought, as the lexer has it
-            self._state = State.NAME
-        elif (tag == END_THINK and thought) or (tag == END_CALL and self._state is State.NAME):
+            self._state = State.CALL
+        elif (tag == END_THINK and thought) or (tag == END_CALL and self._state is State.CALL):
             self._state = State.CONTENT
         elif tag == THINK and self._state is State.CONTENT:
             self._state = State.REASONING

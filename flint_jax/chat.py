@@ -24,6 +24,7 @@ from flint_jax.errors import RequestError, TokenizerError
 # names that a request brings itself, so that no ``chat_template_kwargs`` may set them
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
 _THINK_TAGS = ("<think>", "</think>")
+_LEADING_THOUGHT = re.compile(r"\s*<think>(?:.*?</think>)?", re.DOTALL)
 
 
 class ChatTokenizer(Protocol):
@@ -271,7 +272,8 @@ def prepare_chat(
 
     parse_special_in_content: True encodes the rendered text as a whole, so that control tokens in messages and tool
     definitions act as such (transformers' way). False encodes them as ordinary text; only ``<think>`` and ``</think>``
-    keep their meaning, and only in an assistant message's content, where clients send earlier thoughts back.
+    keep their meaning, and only around a thought that an assistant message's content begins with, where clients send
+    earlier thoughts back; later ones are text about the tags.
     chat_template_kwargs: further template variables, such as ``enable_thinking``. accept: called with the rendered
     text before it is encoded, which takes much longer; raises for one that is too long.
 
@@ -368,7 +370,11 @@ class _Breaker:
     def message(self, message: Mapping[str, Any]) -> dict[str, Any]:
         out = {k: v if k == "role" else self.value(v) for k, v in message.items()}
         if message["role"] == "assistant":
-            out["content"] = self._text(message["content"], self._whole_but_think, edges=True)
+            content = message["content"]
+            lead = _LEADING_THOUGHT.match(content)
+            at = lead.end() if lead else 0
+            thought = self._text(content[:at], self._whole_but_think, edges=True)
+            out["content"] = thought + self._text(content[at:], self._whole, edges=True)
         return out
 
     def value(self, value: Any, *, edges: bool = True) -> Any:

@@ -49,8 +49,8 @@ class CallEnd:
 class Problem:
     """Output that does not follow the grammar; what became of it is in the message.
 
-    kind: ``unknown_tool`` (the block stays as content), ``cut_name``, ``cut_value``, ``open_call``, ``repeated_key``,
-        ``stray_text``, ``missing_value``, ``dropped_call``.
+    kind: ``unknown_tool``, ``cut_name`` and ``open_call`` (the block stays as content), ``repeated_key``,
+        ``stray_text``, ``missing_value``.
     index: the call it concerns, None when there is none.
     """
 

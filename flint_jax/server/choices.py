@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Sequence
 from typing import Any
 
 from flint_jax.grammar import Delta, Lexer, State
 from flint_jax.text import Detokenizer, StopStrings
+
+_AFTER_TAG = re.compile("(?<=>)")
 
 
 @dataclasses.dataclass
@@ -128,12 +131,13 @@ class Choice:
                 piece.tokens.append(Token(token_id, lp.logprob, lp.top, at, thought or self._thinks()))
             if hit:
                 return self._finish(piece, "stop", self._stops.matched)
+            if self._lexer is not None and self._lexer.full:
+                return self._finish(piece, "stop", None)
         if event.finish_reason is None:
             return piece
-        safe, hit = self._watched(self._detokenizer.flush())
-        self._say(piece, None, safe if hit else safe + self._stops.flush())
-        if hit:
+        if self._read(piece, None, self._detokenizer.flush()):
             return self._finish(piece, "stop", self._stops.matched)
+        self._say(piece, None, self._stops.flush())
         asked = event.stop_token in self._options.stop_token_ids
         return self._finish(piece, event.finish_reason, event.stop_token if asked else None)
 
@@ -141,30 +145,41 @@ class Choice:
         """Put one token's text into the piece. True when a stop string is hit."""
         tag = self._tags.get(token_id)
         if tag is None:
-            safe, hit = self._watched(self._detokenizer.push(token_id))
-            self._say(piece, token_id, safe)
-            return hit
-        safe, hit = self._watched(self._detokenizer.flush())  # of a character that the tag cuts off
-        if hit:
-            self._say(piece, None, safe)
+            return self._read(piece, token_id, self._detokenizer.push(token_id))
+        if self._read(piece, None, self._detokenizer.flush()):  # of a character that the tag cuts off
             return True
-        self._say(piece, None, safe + self._stops.flush())
+        self._say(piece, None, self._stops.flush())
         self._stops = self._new_stops()
-        safe, hit = self._watched(tag)
-        if hit:  # the tag itself is a stop string
-            self._say(piece, None, safe)
-            return True
-        self._stops = self._new_stops()
+        if tag in self._options.stop:  # the whole of it: others do not look into tags
+            safe, hit = self._watched(tag)
+            if hit:
+                self._say(piece, None, safe)
+                return True
+            self._stops = self._new_stops()
         self._say(piece, token_id, "")
         return False
 
+    def _read(self, piece: Piece, token_id: int | None, text: str) -> bool:
+        """Put text into the piece. True when a stop string is hit.
+
+        A tag that acts by its characters ends a thought within the text: so the text is taken up to each ``>``.
+        """
+        parts = _AFTER_TAG.split(text) if self._lexer is not None and self._options.stop else [text]
+        for part in parts:
+            safe, hit = self._watched(part)
+            self._say(piece, token_id, safe)
+            if hit:
+                return True
+            token_id = None  # counted once
+        return False
+
     def _watched(self, text: str) -> tuple[str, bool]:
-        """(text that is safe to show, whether a stop string was hit)."""
+        """(text that is safe to show, whether a stop string was hit). Thoughts may hold stop strings."""
         if self._drop and text:
             self._drop = False
             text = text.removeprefix("\ufffd")  # the prompt's own, which nothing completed
         self._characters += len(text)
-        if not self._options.stop or self.completion_tokens <= self._options.min_tokens:
+        if not self._options.stop or self.completion_tokens <= self._options.min_tokens or self._thinks():
             return text, False
         return self._stops.push(text)
 

@@ -298,6 +298,20 @@ def test_every_string_of_a_request_is_text():
     assert ids.count(USER) == 1
 
 
+@pytest.mark.parametrize(
+    "said", ["Use </think> to close.", "a <think>b</think> c", "<think>t</think>Use </think> and <think>."]
+)
+def test_only_a_leading_thought_of_an_assistant_message_keeps_its_tags(said):
+    source = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}<|assistant|>{{ m.content.split('</think>')[-1] }}"
+        "{% else %}<|user|>{{ m.content }}{% endif %}{% endfor %}"
+    )
+    messages = [user("a"), {"role": "assistant", "content": said}]
+    prompt = prepare_chat(TOK, ChatTemplate(source), messages, add_generation_prompt=False)
+    assert prompt.text == "<|user|>a<|assistant|>" + said.removeprefix("<think>t</think>")
+    assert not {THINK, END_THINK} & set(prompt.ids)
+
+
 def test_earlier_thoughts_in_an_assistant_message_still_count():
     messages = [user("a"), {"role": "assistant", "content": "<think>\nt <|user|>\n</think>\n\nb <|user|>"}]
     prompt = prepare_chat(TOK, TEMPLATE, messages)

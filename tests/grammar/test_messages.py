@@ -36,7 +36,7 @@ HARD = '東京 🗼 "quoted" \\ back\nnl'
             "r</think>" + call("get_weather", city=HARD),
             ("r", None, [("get_weather", '{"city": "東京 🗼 \\"quoted\\" \\\\ back\\nnl"}')]),
         ),
-        ("abc</think>def</think>ghi", ("abc", "defghi", [])),
+        ("abc</think>def</think>ghi", ("abc", "def</think>ghi", [])),
         ("abc</thi", ("abc</thi", None, [])),
         ("a<</think><b</<tool_call>noargs</tool_call>", ("a<", "<b</", [("noargs", "{}")])),
         ("all of it is thought", ("all of it is thought", None, [])),
@@ -69,8 +69,13 @@ def test_white_space_and_text_around_calls(output, expected):
 
 
 def test_a_problem_names_its_call():
-    message = read("</think>" + call("noargs") + call("bogus") + call("get_weather", city="A")[:-12])
-    assert [(p.kind, p.index) for p in message.problems] == [("unknown_tool", None), ("open_call", 1)]
+    message = read(
+        "</think>"
+        + call("noargs")
+        + call("bogus")
+        + call("get_weather", city="A").replace("<arg_value>", "!<arg_value>")
+    )
+    assert [(p.kind, p.index) for p in message.problems] == [("unknown_tool", None), ("stray_text", 1)]
 
 
 def test_three_calls_of_one_tool_have_their_own_index_and_id():
@@ -90,27 +95,49 @@ def test_ids_are_unique_by_default():
 CITY = "</think><tool_call>get_weather<arg_key>city</arg_key><arg_value>"
 
 
+@pytest.mark.parametrize("reason", ["stop", "length"])
+@pytest.mark.parametrize(
+    "block",
+    [
+        "<tool_call>get_weather<arg_key>city</arg_key><arg_value>Paris</arg_value>",
+        "<tool_call>get_weather<arg_key>city</arg_key><arg_value>Par",
+        "<tool_call>get_weather<arg_key>city</arg_key><arg_value>Par</arg_v",
+        "<tool_call>get_weather<arg_key>days</arg_key><arg_value>12",
+        "<tool_call>get_weather<arg_key>ci",
+        "<tool_call>get_weather<arg_key>city</arg_key>",
+        "<tool_call>get_weather",
+        "<tool_call>get_weather\n<arg_",
+        "<tool_call>get_wea",
+        "<tool_call>",
+    ],
+)
+def test_a_call_that_the_end_of_the_output_cuts_is_no_call_and_stays_visible(block, reason):
+    assert parts("r</think>hi " + block, reason=reason) == ("r", "hi " + block, [])
+    assert kinds("r</think>hi " + block, reason=reason)[0] in ("open_call", "cut_name", "unknown_tool")
+    whole_call = call("noargs")
+    assert parts(f"r</think>{whole_call}{block}", reason=reason) == ("r", block, [("noargs", "{}")])
+
+
+@pytest.mark.parametrize(
+    "output",
+    [
+        "<tool_call>get_wea",
+        CITY[8:] + "A",
+        CITY[8:-11],
+    ],
+)
+def test_a_call_that_is_cut_by_the_next_one_is_none(output):
+    assert parts(f"</think>{output}{call('noargs')}", reason="length") == (None, output, [("noargs", "{}")])
+    assert kinds(f"</think>{output}{call('noargs')}") == ["open_call"]
+
+
 @pytest.mark.parametrize(
     ("output", "calls", "problems"),
-    [  # cut by the end of the output
-        (CITY + "Paris</arg_value>", ['{"city": "Paris"}'], ["open_call"]),
-        (CITY + "Par", ['{"city": "Par"}'], ["cut_value", "open_call"]),
-        (CITY + "Par</arg_v", ['{"city": "Par"}'], ["cut_value", "open_call"]),
-        (CITY + "\\", ['{"city": "\\\\"}'], ["cut_value", "open_call"]),
-        ("</think><tool_call>get_weather<arg_key>days</arg_key><arg_value>12", ["{}"], ["cut_value", "open_call"]),
-        ("</think><tool_call>get_weather<arg_key>ci", ["{}"], ["missing_value", "open_call"]),
-        ("</think><tool_call>get_weather<arg_key>city</arg_key>", ["{}"], ["missing_value", "open_call"]),
-        ("</think><tool_call>get_weather", ["{}"], ["open_call"]),
-        ("</think><tool_call>get_weather\n<arg_", ["{}"], ["open_call"]),
-        ("</think><tool_call>get_wea", [], ["cut_name"]),
-        ("</think><tool_call>", [], ["cut_name"]),
+    [
         # a second <tool_call> begins anew
-        ("</think><tool_call>get_wea" + call("noargs"), ["{}"], ["cut_name"]),
         ("</think><tool_call>" + call("noargs"), ["{}"], ["cut_name"]),
         ("</think><tool_call>noargs" + call("get_weather", city="A"), ["{}", '{"city": "A"}'], ["open_call"]),
         (CITY + "A</arg_value>\n" + call("noargs"), ['{"city": "A"}', "{}"], ["open_call"]),
-        (CITY + "A" + call("noargs"), ['{"city": "A"}', "{}"], ["cut_value", "open_call"]),
-        (CITY[:-11] + call("noargs"), ["{}", "{}"], ["missing_value", "open_call"]),
         # closing tags that are missing
         (CITY + "Par</tool_call>", ['{"city": "Par"}'], []),
         ("</think><tool_call>get_weather<arg_key>days</arg_key><arg_value>3\n</tool_call>", ['{"days": 3}'], []),
@@ -124,7 +151,6 @@ CITY = "</think><tool_call>get_weather<arg_key>city</arg_key><arg_value>"
         (CITY[:-24] + CITY[30:] + "A</arg_value></tool_call>", ['{"city": "A"}'], ["missing_value"]),
         # tags without a meaning where they are, and text that belongs nowhere
         (CITY + "<arg_key></think><think></arg_value></tool_call>", ['{"city": "<arg_key></think><think>"}'], []),
-        (CITY + "A</arg_value>B</arg_value> C <arg_value></tool_call>", ['{"city": "A"}'], ["stray_text"]),
         (CITY[:-11] + " junk <arg_value>A</arg_value></tool_call>", ['{"city": "A"}'], ["stray_text"]),
         # repeated keys: the first value counts
         (CITY + "A</arg_value>" + CITY[30:] + "B</arg_value></tool_call>", ['{"city": "A"}'], ["repeated_key"]),
@@ -138,7 +164,6 @@ CITY = "</think><tool_call>get_weather<arg_key>city</arg_key><arg_value>"
             ['{"days": 1}'],
             ["repeated_key"],
         ),
-        (CITY + "A</arg_value>" + CITY[30:] + "B", ['{"city": "A"}'], ["repeated_key", "cut_value", "open_call"]),
     ],
 )
 def test_malformed_calls_stay_valid_json_and_are_reported(output, calls, problems):
@@ -171,14 +196,9 @@ def test_after_a_block_that_names_no_tool_all_is_normal_again():
     expected = ("r", f"{bogus} x", [("noargs", "{}"), ("noargs", "{}")])
     assert parts(f"r</think>{bogus}{call('noargs')} x<think></think>{call('noargs')}") == expected
     assert parts(f"r</think><tool_call>bogus<arg_key>{call('noargs')}")[2] == [("noargs", "{}")]
-    assert parts(f"r</think>{bogus}<think>s</think>x</think>")[:2] == ("rs", f"{bogus}x")
+    assert parts(f"r</think>{bogus}<think>s</think>x</think>")[:2] == ("rs", f"{bogus}x</think>")
     assert "'bogus'" in read("r</think>" + bogus).problems[0].message
     assert "no name" in read("r</think>" + call(" ")).problems[0].message
-
-
-def test_a_name_cut_by_the_length_is_not_shown_but_one_the_model_ended_is():
-    assert parts("</think>hi <tool_call>get_wea", reason="length")[1] == "hi "
-    assert parts("</think>hi <tool_call>get_wea", reason="stop")[1] == "hi <tool_call>get_wea"
 
 
 def test_without_a_list_of_tools_any_name_is_one_and_values_are_strings():
@@ -188,19 +208,20 @@ def test_without_a_list_of_tools_any_name_is_one_and_values_are_strings():
 
 
 class TestRequestLimits:
-    def test_no_parallel_calls_leaves_the_first(self):
+    def test_no_parallel_calls_end_the_output_after_the_first(self):
         output = "</think>a " + call("noargs") + "b" + call("get_weather", city="A") + "c" + call("bogus") + "d"
-        assert parts(output, calls=Calls.FIRST) == (None, "a bcd", [("noargs", "{}")])
-        assert kinds(output, calls=Calls.FIRST) == ["dropped_call", "dropped_call"]
+        assert parts(output, calls=Calls.FIRST) == (None, "a", [("noargs", "{}")])
+        assert kinds(output, calls=Calls.FIRST) == []
 
     def test_the_first_call_is_the_first_of_a_known_tool(self):
         output = "</think>" + call("bogus") + call("get_weather", city="A") + call("noargs")
         assert parts(output, calls=Calls.FIRST) == (None, call("bogus"), [("get_weather", '{"city": "A"}')])
 
-    def test_no_calls_removes_the_blocks(self):
-        output = "r</think>hello " + call("bogus", a="x") + call("noargs") + "\nbye<tool_call>noargs<tool_call>get"
-        assert parts(output, calls=Calls.NONE) == ("r", "hello \nbye", [])
-        assert kinds(output, calls=Calls.NONE) == ["dropped_call"] * 4
+    def test_where_no_calls_may_come_blocks_are_content(self):
+        text = "hello " + call("bogus", a="x") + call("noargs") + "\nbye<tool_call>noargs<tool_call>get"
+        assert parts("r</think>" + text, calls=Calls.NONE) == ("r", text, [])
+        assert kinds("r</think>" + text, calls=Calls.NONE) == []
+        assert parts("r" + call("noargs"), calls=Calls.NONE) == ("r", call("noargs"), [])
 
 
 class TestThinkingOff:
@@ -253,7 +274,7 @@ class TestTagTokens:
         shown = collect(run(tokens(output, whole), start=start))
         pairs = [(i, "" if i != WORD else text) for i, text in tokens(output, whole)]
         assert collect(run(pairs, start=start)) == shown
-        assert shown.content.endswith("</tool_call>")
+        assert shown.content.endswith("b")  # the doubled </tool_call> is none
         assert shown.calls[0].arguments == '{"city": "C</think>", "days": 2}'
 
     def test_text_without_a_token_is_read_like_any(self):

@@ -38,27 +38,27 @@ def said(output, tags=TOKENS, **options):
     return out
 
 
-def test_argument_deltas_of_a_call():
+def test_a_call_is_said_whole_and_at_its_end():
     output = call("get_weather", days="12", city='P"é', ok="true")
-    deltas = [d for _, d in said(output)]
-    assert deltas[0] == CallStart(0, "id", "get_weather")
-    assert [d.json for d in deltas[1:-1]] == [
-        '{"days": 12', ', "city": "', "P", '\\"', "é", '"', ', "ok": true', "}",
-    ]  # fmt: skip
-    assert deltas[-1] == CallEnd(0)
-
-
-def test_the_name_is_said_at_the_first_key_or_the_end_of_the_call():
-    seen, first = said(call("get_weather", city="A"))[0]
-    assert (seen, first.name) == ("<tool_call>get_weather<arg_key>", "get_weather")
-    assert said("<tool_call>get_weather") == []
+    seen = said(output)
+    assert [d for _, d in seen] == [
+        CallStart(0, "id", "get_weather"),
+        CallArguments(0, '{"days": 12, "city": "P\\"é", "ok": true}'),
+        CallEnd(0),
+    ]
+    assert {at for at, _ in seen} == {output}
     assert [d for _, d in said(call("noargs"))] == [CallStart(0, "id", "noargs"), CallArguments(0, "{}"), CallEnd(0)]
 
 
-def test_only_exact_strings_are_said_before_they_are_closed():
-    open_value = "<tool_call>get_weather<arg_key>{}</arg_key><arg_value>ab"
-    assert [d.json for _, d in said(open_value.format("city"))[1:]] == ['{"city": "', "a", "b"]
-    assert len(said(open_value.format("days"))) == 1
+def test_nothing_of_a_call_is_said_before_it_is_closed():
+    assert said(call("get_weather", city="x" * 500)[:-1], TEXT) == []
+    assert said("<tool_call>get_weather") == []
+
+
+def test_a_word_that_may_be_a_tool_waits_for_the_next():
+    assert said("the get_wea") == [("t", Content("t")), ("th", Content("h")), ("the", Content("e"))]
+    assert "".join(d.text for _, d in said("the get_weird x")) == "the get_weird x"
+    assert "".join(d.text for _, d in said("the target_weather")) == "the target_weather"
 
 
 def test_a_tag_is_held_back_only_as_long_as_it_may_be_one():
@@ -84,13 +84,6 @@ def test_neighbours_become_one_delta():
     assert run(pairs, TEXT)[:2] == [Reasoning("a"), Content("b")]
     big = [(WORD, call("get_weather", city="A", days="2") + call("noargs"))]
     assert [type(d).__name__ for d in run(big, TEXT)] == ["CallStart", "CallArguments", "CallEnd"] * 2
-
-
-def test_a_long_value_streams():
-    lexer = Lexer(State.CONTENT, TOKENS, TOOLS)
-    pairs = list(tokens(call("get_weather", city="x" * 5000), in_ones))
-    first = next(n for n, p in enumerate(pairs) if CallArguments(0, "x") in lexer.push(*p))
-    assert first < 50
 
 
 # -- any output ------------------------------------------------------------------------------------------------------

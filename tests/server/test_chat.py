@@ -214,9 +214,9 @@ def test_choices_of_a_seeded_request_differ_and_repeat(server):
         ("  hi \n</think>\nyo ", True, "  hi", "\nyo "),
         ("a \n b</think>c", True, "a \n b", "c"),
         ("x<think>y</think>z", False, "y", "xz"),
-        ("abc</think>def</think>ghi", True, "abc", "defghi"),
-        ("plan <tool_call>f</tool_call>", True, "plan", None),
-        ("<tool_call>f<think>x</think></tool_call>y", False, None, "y"),
+        ("abc</think>def</think>ghi", True, "abc", "def</think>ghi"),
+        ("plan <tool_call>f</tool_call>", True, "plan", "<tool_call>f</tool_call>"),
+        ("<tool_call>f<think>x</think></tool_call>y", False, None, "<tool_call>f<think>x</think></tool_call>y"),
     ],
 )
 @pytest.mark.parametrize("burst", [1, 3, 100])

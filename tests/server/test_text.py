@@ -81,9 +81,13 @@ def test_stop_token_ids_are_told_and_end_tokens_are_not(server):
 
 def test_stop_string_inside_a_thought(server):
     server.says("<think>a b c</think>d")
+    """Stop strings belong to the answer."""
     choice = server.chat(stop=" b").json()["choices"][0]
-    assert choice["message"]["reasoning"] == "a"
-    assert choice["finish_reason"] == "stop"
+    assert (choice["message"]["reasoning"], choice["message"]["content"]) == ("a b c", "d")
+    server.says("<think>maybe 9?</think>It is 9, no 8.")
+    choice = server.chat(stop="9").json()["choices"][0]
+    assert (choice["message"]["reasoning"], choice["message"]["content"]) == ("maybe 9?", "It is ")
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", "9")
 
 
 def test_a_stop_string_does_not_reach_across_a_tag(server):
@@ -180,7 +184,7 @@ def test_tags_that_are_no_tokens_act_by_their_characters():
         token_bytes = staticmethod(tokenizer().token_bytes)
 
     tokens = tokenizer().encode("<th<think>a</thi </think>b<tool_call><think></tool_call>c<", special=False)
-    expected = ("a</thi", "<thbc<", "length", None)
+    expected = ("a</thi", "<thb<tool_call><think></tool_call>c<", "length", None)
     for size in (1, 2, 5, 1000):
         choice = new_choice(TextOptions(), False, NoTags())
         pieces = [choice.push(Event("r", tuple(tokens[i : i + size]))) for i in range(0, len(tokens), size)]

@@ -109,7 +109,7 @@ OUTPUTS = {
         "tool_calls",
     ),
     "unknown tool": (call("nope", x="1") + "!", None, call("nope", x="1") + "!", [], "stop"),
-    "cut": (call("weather", city="Par")[:-24], None, None, [("weather", {"city": "Par"})], "tool_calls"),
+    "cut": (call("weather", city="Par")[:-24], None, call("weather", city="Par")[:-24], [], "stop"),
 }
 
 
@@ -144,7 +144,8 @@ def test_a_reply_cut_by_length_says_so(server):
     server.says(call("weather", city="a" * 99))
     choice = choice_of(server, max_tokens=20)
     assert choice["finish_reason"] == "length"
-    assert json.loads(choice["message"]["tool_calls"][0]["function"]["arguments"])["city"].startswith("a")
+    assert "tool_calls" not in choice["message"]  # what was cut is no call
+    assert choice["message"]["content"].startswith("<tool_call>weather<arg_key>city</arg_key><arg_value>a")
 
 
 def test_parallel_calls_can_be_refused(server):
@@ -158,7 +159,7 @@ def test_parallel_calls_can_be_refused(server):
 def test_no_calls_where_none_may_come(server, fields):
     server.says("a" + call("weather", city="b"))
     choice = choice_of(server, **fields)
-    assert choice["message"] == {"role": "assistant", "content": "a"}
+    assert choice["message"] == {"role": "assistant", "content": "a" + call("weather", city="b")}
     assert choice["finish_reason"] == "stop"
 
 
@@ -410,14 +411,24 @@ def new_choice(calls=Calls.ALL, start=State.CONTENT, stop=()):
     return Choice(0, tokenizer(), TextOptions(stop=stop), lexer=lexer, tags={**tags.block, **tags.argument})
 
 
-def test_a_long_argument_streams_as_it_comes():
-    tokens = tokenizer().encode(call("write_file", path="a", text="x y z " * 30))
-    choice = new_choice()
-    told = [bool(choice.push(Event("r", (token,))).deltas) for token in tokens]
-    value = tokens.index(
-        tokenizer().added_tokens["<arg_value>"], tokens.index(tokenizer().added_tokens["</arg_value>"])
-    )
-    assert all(told[value:])
+def test_a_stop_string_in_a_call_leaves_no_call():
+    output = call("weather", city="/srv/a/b")
+    choice = new_choice(stop=("/a",))
+    pieces = [choice.push(Event("r", (token,))) for token in tokenizer().encode("<think>/a</think>" + output)]
+    message = collect(d for p in pieces for d in p.deltas)
+    assert (message.reasoning, message.calls) == ("/a", ())
+    assert message.content == "<tool_call>weather<arg_key>city</arg_key><arg_value>/srv"
+    assert (choice.finish_reason, choice.calls) == ("stop", 0)
+
+
+def test_one_call_ends_the_output_where_no_parallel_calls_may_come(server):
+    server.says(call("weather", city="a") * 50, burst=1)
+    fields = {"parallel_tool_calls": False, "max_tokens": 60}
+    choice = choice_of(server, **fields)
+    assert len(choice["message"]["tool_calls"]) == 1
+    assert choice["finish_reason"] == "tool_calls"
+    parts, reason = deltas(server, **fields)
+    assert (joined(parts), reason) == (same(choice["message"]), "tool_calls")
 
 
 def test_half_a_character_stays_on_its_side_of_a_tag():
