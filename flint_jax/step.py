@@ -20,12 +20,13 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from flint_jax import decode, prompt_scores, redraw, sampling, sampling_params, snapshots
+from flint_jax import decode, executables, prompt_scores, redraw, sampling, sampling_params, snapshots
 from flint_jax.cache import CachedAttention, KVCache, table_width
 from flint_jax.errors import ConfigError
 from flint_jax.model import Flint
 from flint_jax.packed import PackedAttention
 from flint_jax.sampling import SlotRow, SlotSampling
+from pallas_kernels import device
 from pallas_kernels.flash_attention import TILE, Pieces
 from pallas_kernels.sample.shapes import PROGRESS
 
@@ -337,16 +338,23 @@ class Steps:
         lower = {key: make for key, make in self._programs().items() if key not in self._compiled}
         options = OPTIONS if jax.default_backend() == "gpu" else None
 
-        def one(make: Callable[[], jax.stages.Lowered]):
+        kept = executables.kept(self._identity(options)) if lower else None
+
+        def one(key: tuple[str, int], make: Callable[[], jax.stages.Lowered]):
             start = time.monotonic()
+            name = "-".join(map(str, key)).replace(" ", "-")
+            if kept is not None and (found := kept.load(name)) is not None:
+                return found, 0.0, time.monotonic() - start
             lowered = make()
             middle = time.monotonic()
             compiled = lowered.compile(compiler_options=options)
+            if kept is not None:
+                kept.save(name, compiled)
             return compiled, middle - start, time.monotonic() - middle
 
         # XLA compiles outside Python's lock, so programs are compiled side by side; the large ones first.
         with concurrent.futures.ThreadPoolExecutor(max(1, min(8, os.cpu_count() or 1))) as pool:
-            jobs = {pool.submit(one, make): key for key, make in lower.items()}
+            jobs = {pool.submit(one, key, make): key for key, make in lower.items()}
             try:
                 for done, job in enumerate(concurrent.futures.as_completed(jobs), start=1):
                     self._compiled[jobs[job]], lowering, compiling = job.result()
@@ -357,7 +365,17 @@ class Steps:
             except BaseException:  # one failed, or nobody wants them any more: begin no other
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
+        if kept is not None:
+            kept.used()
         return {"wall": time.monotonic() - begin, **spent}
+
+    def _identity(self, options) -> str:
+        """All that the programs depend on, as text."""
+        model = self.model
+        weights = [(leaf.shape, str(leaf.dtype)) for leaf in self.weights]
+        devices = sorted({str(d) for leaf in self.weights for d in getattr(leaf, "devices", set)()})
+        facts = (model.config, model.numerics, self.sizes, weights, str(self._structure))
+        return repr((*facts, devices, options, device.current()))
 
     def _programs(self) -> dict[tuple[str, int], Callable[[], jax.stages.Lowered]]:
         """How to lower each program, the slowest to compile first."""
