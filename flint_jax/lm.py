@@ -17,7 +17,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from flint_jax import compile_cache, grammar, memory, sampling_params, tiles
+from flint_jax import compile_cache, executables, grammar, memory, sampling_params, tiles
 from flint_jax.cache import PAGE
 from flint_jax.chat import ChatTemplate, prepare_chat
 from flint_jax.config import FlintConfig
@@ -531,6 +531,8 @@ def open_model(
             param="max_context",
         )
     tiled = sharding is None and tiles.wanted(c, rules, kernels)
+    if tiled:
+        executables.check_kernels()
     return Opened(checkpoint, rules, max_context, tiled, sharding, seed if dummy else None)
 
 

@@ -27,7 +27,7 @@ from flint_jax.errors import ConfigError
 from flint_jax.model import Flint
 from flint_jax.packed import PackedAttention
 from flint_jax.sampling import SlotRow, SlotSampling
-from pallas_kernels import device
+from pallas_kernels import device, emit
 from pallas_kernels.flash_attention import TILE, Pieces
 from pallas_kernels.sample.shapes import PROGRESS
 
@@ -380,7 +380,7 @@ class Steps:
         weights = [(leaf.shape, str(leaf.dtype)) for leaf in self.weights]
         devices = sorted({str(d) for leaf in self.weights for d in getattr(leaf, "devices", set)()})
         facts = (model.config, model.numerics, self.sizes, weights, str(self._structure))
-        return repr((*facts, devices, options, device.current()))
+        return repr((*facts, devices, options, device.current(), sorted(emit.OFF)))
 
     def _programs(self) -> dict[tuple[str, int], Callable[[], jax.stages.Lowered]]:
         """How to lower each program, the slowest to compile first."""

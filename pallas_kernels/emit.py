@@ -24,12 +24,17 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, scf
 
+from pallas_kernels.dispatch import KernelUnsupported
+
 # Weights: read once, in long runs. They leave the L2 cache first, so that a step's gigabyte of them does not push out
 # what every step reads again: norm weights, scales, the kernels' own code.
 STREAM = "ld.global.L1::no_allocate.L2::cache_hint.L2::256B"
 CACHED = "ld.global"
 COHERENT = "ld.relaxed.gpu.global"  # what another block of the same launch wrote
 _EVICT_FIRST = "createpolicy.fractional.L2::evict_first.b64 policy, 1.0;"  # a constant by the time it runs
+
+
+OFF: set[str] = set()  # beginnings of the names of kernels that must not run; see ``selfcheck``
 
 
 def _i32():
@@ -232,6 +237,8 @@ def kernel(
     program waits for words from other blocks (``receive``), so all of them must run at the same time: that holds when
     ``grid`` is at most the device's number of cores, which the caller checks, as a core always takes at least one.
     """
+    if name.startswith(tuple(OFF)):
+        raise KernelUnsupported(f"{name} is switched off on this device (see the check of the kernels)")
 
     def body(*refs):
         plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs))(lower)(*refs)
