@@ -342,14 +342,14 @@ class Steps:
         kept = executables.kept(self._identity(options)) if lower else None
         # One at a time: lowering holds Python's lock. With eight threads waiting for it, whoever reads weights beside
         # them gets his turn late (23 GB were seen to take 43 s instead of 13).
-        lowering = threading.Lock()
+        turn = threading.Lock()
 
         def one(key: tuple[str, int], make: Callable[[], jax.stages.Lowered]):
             start = time.monotonic()
             name = "-".join(map(str, key)).replace(" ", "-")
             if kept is not None and (found := kept.load(name)) is not None:
                 return found, 0.0, time.monotonic() - start
-            with lowering:
+            with turn:
                 lowered = make()
             middle = time.monotonic()
             compiled = lowered.compile(compiler_options=options)
