@@ -62,6 +62,9 @@ class _Machine:
         # that each unfinished product reads, and how many unfinished products read a word.
         self.unfenced, self.busy = np.zeros(words, bool), np.zeros(words, int)
         self.products: dict[int, list[np.ndarray]] = {}
+        # Copies on their way to a word; who made an arrival, and when.
+        self.incoming = np.zeros(words, int)
+        self.born: dict[int, tuple[int, int, int]] = {}
         # Per word of global memory the block that wrote it in this launch; kept only where all blocks run together.
         self.owners: dict[int, np.ndarray] = {}
 
@@ -117,6 +120,8 @@ class _Machine:
         """Nobody may still be reading what these lanes write."""
         if self.busy[words].any():
             raise AssertionError("shared memory written while a product of four warps may still read it")
+        if self.incoming[words].any():
+            raise AssertionError("shared memory written while a copy to it is on its way")
         home = words // (self.shared_bytes // 4)
         own_block = home == lanes[:, None] // self.block_threads
         now = (self.read_block[words] == self.block_epoch) & (self.read_cluster[words] == self.cluster_epoch)
@@ -143,6 +148,7 @@ class _Machine:
 
     def finish_copies(self, groups: Sequence[list[tuple]]) -> None:
         for lanes, places, data in (copy for group in groups for copy in group):
+            self.incoming[places[:, ::4] // 4] -= 1
             self.shared[places] = data
             self._mark(lanes, places[:, ::4] // 4, check=False)
 
@@ -531,6 +537,7 @@ def _copy(destination, source, nbytes: int, present):
     if (places[:, 0] % nbytes).any() or (places >= machine.shared.size).any():
         raise AssertionError(f"copies of {nbytes} bytes to {places[:, 0]}")
     machine.check_overwrite(lanes, places[:, ::4] // 4)
+    machine.incoming[places[:, ::4] // 4] += 1
     machine.shared[places] = 0xFF
     machine.copies[-1].append((lanes, places, data[lanes]))
 
@@ -791,10 +798,20 @@ def arrival_init(at):
     machine = _now()
     for lane in np.flatnonzero(machine.mask):
         machine.arrivals[int(at.raw[lane])] = 0
+        machine.born[int(at.raw[lane])] = int(lane), machine.block_epoch, int(machine.warp_epoch[lane // 32])
 
 
 def arrival_fence():
     pass
+
+
+def _check_born(lane: int, place: int):
+    """Whether this lane can know an arrival that another one made."""
+    machine = _now()
+    maker, block, warp = machine.born.get(place, (lane, 0, 0))
+    same_warp = maker // 32 == lane // 32 and machine.warp_epoch[lane // 32] > warp
+    if maker != lane and machine.block_epoch == block and not same_warp:
+        raise AssertionError("an arrival used before a barrier after its making by another thread")
 
 
 def _release(lane: int, place: int):
@@ -805,6 +822,7 @@ def _release(lane: int, place: int):
 def arrive(at):
     machine = _now()
     for lane in np.flatnonzero(machine.mask):
+        _check_born(int(lane), int(at.raw[lane]))
         machine.arrivals[int(at.raw[lane])] += 1
         _release(int(lane), int(at.raw[lane]))
 
@@ -812,6 +830,7 @@ def arrive(at):
 def bulk_copy(destination, source, nbytes: int, arrival, expected: int | None = None):
     machine = _now()
     for lane in np.flatnonzero(machine.mask):
+        _check_born(int(lane), int(arrival.raw[lane]))
         space, start = divmod(int(source.raw[lane]), 1 << _SPACE)
         buffer = machine.buffers[space - 1]
         to = int(destination.raw[lane]) & ((1 << _SPACE) - 1)
@@ -838,6 +857,7 @@ def arrival_wait(at, parity):
             raise AssertionError(f"{machine.missing[int(at.raw[lane])]} bytes announced and not copied: would hang")
         if done == 0 or (done - 1) & 1 != parity.raw[lane]:
             raise AssertionError(f"waiting for parity {parity.raw[lane]} after {done} copies: would hang or run ahead")
+        _check_born(int(lane), int(at.raw[lane]))
         for to, data in machine.flying.pop(int(at.raw[lane]), ()):
             machine.shared[to : to + data.size] = data
         if int(at.raw[lane]) in machine.released:
