@@ -7,8 +7,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from flint_jax.errors import RequestError
+from flint_jax.grammar.schemas import Document
 from flint_jax.grammar.tags import CALL, END_CALL, END_KEY, KEY, VALUE
-from flint_jax.grammar.tools import resolve
 from flint_jax.guided.terms import Rules, literal, one_of
 from flint_jax.guided.values import resolved, value_rule
 
@@ -50,15 +50,15 @@ def _tool(rules: Rules, function: Mapping[str, Any]) -> str:
 def _arguments(rules: Rules, function: Mapping[str, Any]) -> str:
     """All arguments of a call, each followed by a gap."""
     schema = function.get("parameters", function.get("input_schema"))
-    root = schema if isinstance(schema, Mapping) else {}
+    root = Document(schema if isinstance(schema, Mapping) else {})
     if function.get("strict") is True:
         return _strict(rules, root)
-    sets = list(_alternatives(root, root))
+    sets = list(_alternatives(root.root, root))
     return rules.rule(" | ".join(dict.fromkeys(_loose(rules, part, root) for part in sets)))
 
 
-def _strict(rules: Rules, root: Mapping[str, Any]) -> str:
-    schema = resolved(root, root)
+def _strict(rules: Rules, root: Document) -> str:
+    schema = resolved(root.root, root)
     if not isinstance(schema, Mapping) or any(word in schema for word in _OPEN):
         raise RequestError(
             f"strict needs parameters that are a plain object with properties, without {', '.join(_OPEN)} beside "
@@ -75,7 +75,7 @@ def _strict(rules: Rules, root: Mapping[str, Any]) -> str:
     return _set(rules, values, required, extra)
 
 
-def _loose(rules: Rules, schema: Mapping[str, Any], root: Mapping[str, Any]) -> str:
+def _loose(rules: Rules, schema: Mapping[str, Any], root: Document) -> str:
     """Known keys with values of their types, the required ones among them; any other key where the schema is open."""
     properties, required = _properties(schema), _required(schema)
     values = {k: value_rule(rules, v, root, strict=False) for k, v in properties.items()}
@@ -86,13 +86,13 @@ def _loose(rules: Rules, schema: Mapping[str, Any], root: Mapping[str, Any]) -> 
     return _set(rules, values, required, extra)
 
 
-def _alternatives(schema: Any, root: Mapping[str, Any], steps: Iterator[int] | None = None) -> Iterator[dict]:
+def _alternatives(schema: Any, root: Document, steps: Iterator[int] | None = None) -> Iterator[dict]:
     """Flat objects, of which a call fits one: references followed, parts of ``allOf`` joined, branches told apart.
 
     Where there are too many branches only what is required anyway counts.
     """
     steps = steps or iter(range(_MAX_STEPS))
-    schema = resolve(schema, root)
+    schema = root.resolve(schema)
     if not isinstance(schema, Mapping) or "$ref" in schema or next(steps, None) is None:
         yield {"additionalProperties": True}
         return

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from flint_jax.errors import RequestError
 from flint_jax.grammar.tags import END_VALUE
-from flint_jax.grammar.tools import resolve, schema_types
+from flint_jax.grammar.readers import spelled
+from flint_jax.grammar.schemas import Document, check_resolved, members, schema_types
 from flint_jax.guided.terms import INTEGER, NUMBER, Rules, json_rule, one_of
 
 _BARE = {"integer": INTEGER, "number": NUMBER, "boolean": '"true" | "false"', "null": '"null"'}
@@ -16,19 +17,19 @@ _PLAIN = {"type", "enum", "const", "title", "description", "default", "examples"
 _DEFINITIONS = ("$defs", "definitions")
 
 
-def value_rule(rules: Rules, schema: Any, root: Mapping[str, Any], *, strict: bool) -> str:
+def value_rule(rules: Rules, schema: Any, root: Document, *, strict: bool) -> str:
     """What may stand between ``<arg_value>`` and ``</arg_value>``, the latter included.
 
     Loose, the value has one of its basic types or is in its enum; strict, it fits the whole schema. Where a string is
     allowed that nothing restricts, any text is: the reader takes what it can as the other types.
     """
     if not strict:
-        return _loose(rules, schema)
+        return _loose(rules, schema, root)
     schema = resolved(schema, root)
     branches = list(_branches(schema, root))
     texts = [b for b in branches if "string" in schema_types(b, root)]
     # JSON and bare text cannot be alternatives of one place, so structured types beside a string stay free
-    bodies = [_string(b) if b in texts else _bare(b) for b in branches]
+    bodies = [_string(b) if b in texts else _bare(b, root) for b in branches]
     if not texts and (None in bodies or any(b.keys() - _PLAIN for b in branches)):
         return f"{json_rule(_whole(schema, root), lenient=True)} {rules.tag(END_VALUE)}"
     if None in bodies or not rules.is_token(END_VALUE):
@@ -36,22 +37,18 @@ def value_rule(rules: Rules, schema: Any, root: Mapping[str, Any], *, strict: bo
     return rules.value(" | ".join(f"({body})" for body in bodies))
 
 
-def resolved(schema: Any, root: Any) -> Any:
+def resolved(schema: Any, root: Document) -> Any:
     """The schema behind a ``$ref`` into the same document. Raises RequestError when there is none."""
-    found = resolve(schema, root)
-    ref = found.get("$ref") if isinstance(found, Mapping) else None
-    if isinstance(ref, str):
-        raise RequestError(f"the schema refers to {ref!r:.80}, which is not in it or leads back to itself")
-    if found is not schema and not isinstance(found, Mapping | bool):
-        raise RequestError(f"the schema refers to {schema['$ref']!r:.80}, where there is no schema but {found!r:.40}")
+    found = root.resolve(schema)
+    check_resolved(schema, found)
     return found
 
 
-def _loose(rules: Rules, schema: Any) -> str:
-    types = schema_types(schema)
-    allowed = _constants(schema)
+def _loose(rules: Rules, schema: Any, root: Document) -> str:
+    types, schema = schema_types(schema, root), root.resolve(schema)
+    allowed = members(schema)
     if allowed is not None:
-        return rules.value(one_of(_spelled(v) for v in allowed))
+        return rules.value(one_of(spelled(v) for v in allowed))
     if "string" in types:
         return rules.value()
     if types <= _BARE.keys():
@@ -59,21 +56,7 @@ def _loose(rules: Rules, schema: Any) -> str:
     return f"{json_rule({'type': sorted(types)})} {rules.tag(END_VALUE)}"
 
 
-def _constants(schema: Any) -> Sequence[Any] | None:
-    """Values of ``enum`` or ``const``; None where neither is."""
-    if not isinstance(schema, Mapping):
-        return None
-    if "const" in schema:
-        return [schema["const"]]
-    given = schema.get("enum")
-    return given if isinstance(given, list) and given else None
-
-
-def _spelled(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-
-
-def _branches(schema: Any, root: Mapping[str, Any]):
+def _branches(schema: Any, root: Document):
     """The alternatives of a schema, each of one type where types are listed."""
     if not isinstance(schema, Mapping):
         yield schema
@@ -92,7 +75,7 @@ def _branches(schema: Any, root: Mapping[str, Any]):
 
 def _string(schema: Any) -> str | None:
     """Regular expression of a string's text; None when anything goes."""
-    allowed = _constants(schema)
+    allowed = members(schema)
     if allowed is not None:
         return one_of(v for v in allowed if isinstance(v, str)) or None
     if not isinstance(schema, Mapping):
@@ -123,17 +106,17 @@ def _count(value: Any) -> int:
     return value
 
 
-def _bare(schema: Any) -> str | None:
+def _bare(schema: Any, root: Document) -> str | None:
     """Regular expression of a value that needs no JSON parser; None for the others."""
-    allowed = _constants(schema)
+    allowed = members(schema)
     if allowed is not None:
-        return one_of(_spelled(v) for v in allowed)
-    kinds = schema_types(schema)
+        return one_of(spelled(v) for v in allowed)
+    kinds = schema_types(schema, root)
     return " | ".join(_BARE[t] for t in sorted(kinds)) if kinds <= _BARE.keys() else None
 
 
-def _whole(schema: Any, root: Mapping[str, Any]) -> Any:
+def _whole(schema: Any, root: Document) -> Any:
     """The schema with the definitions that it may refer to."""
     if not isinstance(schema, Mapping):
         return schema
-    return {**{word: root[word] for word in _DEFINITIONS if word in root}, **schema}
+    return {**{word: root.root[word] for word in _DEFINITIONS if word in root.root}, **schema}
