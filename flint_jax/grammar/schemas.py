@@ -125,7 +125,7 @@ def schema_types(schema: Any, document: Document | None = None) -> frozenset[str
     does not exist counts as a string. document: where references are looked up; nothing found is any type.
     """
     found: set[str] = set()
-    for part, own, free in alternatives(schema, document):
+    for _, own, free in alternatives(schema, document):
         if free:
             return ANY
         found |= own

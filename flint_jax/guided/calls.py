@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from flint_jax.errors import RequestError
 from flint_jax.grammar.schemas import Document
 from flint_jax.grammar.tags import CALL, END_CALL, END_KEY, KEY, VALUE
+from flint_jax.guided.keywords import standalone
 from flint_jax.guided.terms import Rules, literal, one_of
-from flint_jax.guided.values import resolved, value_rule
+from flint_jax.guided.values import Unsatisfiable, resolved, value_rule
+
+_log = logging.getLogger(__name__)
 
 _FREE_KEY = r"/[^<>\s]{1,64}/"
 _MAX_UNORDERED = 64  # the grammar counts in 64 bits which keys were there; more keys come in the schema's order
@@ -64,21 +68,36 @@ def _strict(rules: Rules, root: Document) -> str:
             f"strict needs parameters that are a plain object with properties, without {', '.join(_OPEN)} beside "
             "them; write them so, or leave strict out"
         )
+    others = {k: v for k, v in schema.items() if k not in ("properties", "additionalProperties")}
+    held = standalone(others, root, "parameters", strict=True)
+    if unheld := [word for word in held if word not in ("type", "required")]:
+        raise RequestError(f"parameters.{unheld[0]} cannot be enforced over all arguments; leave it or strict out")
     properties, required = _properties(schema), _required(schema)
     if unknown := [k for k in required if k not in properties]:
         raise RequestError(f"requires {unknown[0]!r:.64}, which is not among its properties")
-    values = {k: value_rule(rules, v, root, strict=True) for k, v in properties.items()}
+    values = {}
+    for key, part in properties.items():
+        try:
+            values[key] = value_rule(rules, part, root, strict=True, where=f"parameters.properties.{key}")
+        except Unsatisfiable as error:
+            if key in required:
+                raise
+            _log.warning("the argument %r is never given: %s", key, error)
     extra = None
     if schema.get("additionalProperties") not in (None, False):
         keys = _other_keys(rules, properties)
-        extra = _argument(rules, keys, value_rule(rules, schema["additionalProperties"], root, strict=True))
+        where = "parameters.additionalProperties"
+        extra = _argument(
+            rules, keys, value_rule(rules, schema["additionalProperties"], root, strict=True, where=where)
+        )
     return _set(rules, values, required, extra)
 
 
 def _loose(rules: Rules, schema: Mapping[str, Any], root: Document) -> str:
     """Known keys with values of their types, the required ones among them; any other key where the schema is open."""
     properties, required = _properties(schema), _required(schema)
-    values = {k: value_rule(rules, v, root, strict=False) for k, v in properties.items()}
+    where = "parameters.properties."
+    values = {k: value_rule(rules, v, root, strict=False, where=where + k) for k, v in properties.items()}
     values |= {k: rules.value() for k in required if k not in properties}
     extra = None
     if not properties or schema.get("additionalProperties") not in (None, False) or "patternProperties" in schema:

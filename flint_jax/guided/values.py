@@ -2,38 +2,78 @@
 
 from __future__ import annotations
 
-import json
+import logging
 from collections.abc import Mapping
 from typing import Any
 
 from flint_jax.errors import RequestError
-from flint_jax.grammar.tags import END_VALUE
 from flint_jax.grammar.readers import spelled
-from flint_jax.grammar.schemas import Document, check_resolved, members, schema_types
-from flint_jax.guided.terms import INTEGER, NUMBER, Rules, json_rule, one_of
+from flint_jax.grammar.schemas import STRING, Document, check_resolved, members, schema_types
+from flint_jax.grammar.tags import END_VALUE
+from flint_jax.guided.keywords import standalone
+from flint_jax.guided.terms import INTEGER, NUMBER, Rules, json_rule, one_of, why_not
+
+_log = logging.getLogger(__name__)
 
 _BARE = {"integer": INTEGER, "number": NUMBER, "boolean": '"true" | "false"', "null": '"null"'}
-_PLAIN = {"type", "enum", "const", "title", "description", "default", "examples", "deprecated", "$comment"}
-_DEFINITIONS = ("$defs", "definitions")
+_PLAIN = {"type", "enum", "const", "$defs"}
+_STRING = _PLAIN | {"pattern", "minLength", "maxLength", "format"}
+_DATE, _CLOCK = (
+    r"[0-9]{4}-(0[1-9]|1[0-2])-(0[1-9]|[12][0-9]|3[01])",
+    r"([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\.[0-9]{1,9})?",
+)
+_ZONE = r"(Z|[+-]([01][0-9]|2[0-3]):[0-5][0-9])"
+_NAME = r"[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
+_BYTE = r"(25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])"
+_FORMATS = {
+    "date": _DATE,
+    "time": _CLOCK + _ZONE,
+    "date-time": f"{_DATE}T{_CLOCK}{_ZONE}",
+    "duration": r"P([0-9]{1,9}W|([0-9]{1,9}[YMD]){1,3}(T([0-9]{1,9}[HMS]){1,3})?|T([0-9]{1,9}[HMS]){1,3})",
+    "email": rf"[A-Za-z0-9._%+'-]{{1,64}}@{_NAME}(\.{_NAME}){{1,8}}",
+    "hostname": rf"{_NAME}(\.{_NAME}){{0,8}}",
+    "ipv4": rf"{_BYTE}(\.{_BYTE}){{3}}",
+    "uuid": r"[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}",
+    "uri": r"[A-Za-z][A-Za-z0-9+.-]{0,31}:[^\s<>\"{}|^`\\]{1,2000}",
+}
 
 
-def value_rule(rules: Rules, schema: Any, root: Document, *, strict: bool) -> str:
+class Unsatisfiable(RequestError):
+    """No value fits a schema."""
+
+
+def value_rule(rules: Rules, schema: Any, root: Document, *, strict: bool, where: str = "parameters") -> str:
     """What may stand between ``<arg_value>`` and ``</arg_value>``, the latter included.
 
-    Loose, the value has one of its basic types or is in its enum; strict, it fits the whole schema. Where a string is
-    allowed that nothing restricts, any text is: the reader takes what it can as the other types.
+    Loose, a bare value has one of its basic types or is in its enum, and an object or array fits as much of its schema
+    as can be enforced. Strict, it fits the whole schema. Where a string is allowed that nothing restricts, any text is:
+    the reader takes what it can as the other types. where: path of the schema, for errors.
+
+    Raises RequestError for a strict schema that cannot be enforced, Unsatisfiable for one that nothing fits.
     """
     if not strict:
-        return _loose(rules, schema, root)
-    schema = resolved(schema, root)
-    branches = list(_branches(schema, root))
-    texts = [b for b in branches if "string" in schema_types(b, root)]
-    # JSON and bare text cannot be alternatives of one place, so structured types beside a string stay free
-    bodies = [_string(b) if b in texts else _bare(b, root) for b in branches]
-    if not texts and (None in bodies or any(b.keys() - _PLAIN for b in branches)):
-        return f"{json_rule(_whole(schema, root), lenient=True)} {rules.tag(END_VALUE)}"
-    if None in bodies or not rules.is_token(END_VALUE):
+        return _loose(rules, schema, root, where)
+    given = standalone(schema, root, where, strict=True)
+    own = Document(given)
+    schema = resolved(given, own)
+    branches = list(_branches(schema, own))
+    texts = [b for b in branches if "string" in schema_types(b, own)]
+    # JSON and bare text cannot be alternatives of one place, so structured types beside a free string stay free
+    bodies = [_string(b, own, where) if b in texts else _bare(b, own) for b in branches]
+    if why := why_not(json_rule(given)):
+        raise (Unsatisfiable if "Unsatisfiable" in why else RequestError)(f"{where}: {why}")
+    plain = all(isinstance(b, Mapping) and b.keys() <= _PLAIN for b in branches if b not in texts)
+    if not texts and (None in bodies or not plain):
+        return f"{json_rule(given)} {rules.tag(END_VALUE)}"
+    if not rules.is_token(END_VALUE) or any(
+        body is None for b, body in zip(branches, bodies, strict=True) if b in texts
+    ):
         return rules.value()
+    if None in bodies or not plain:
+        raise RequestError(
+            f"{where} allows a restricted string beside a value of another kind, which cannot be told apart between "
+            "the tags; free the string, or leave strict out"
+        )
     return rules.value(" | ".join(f"({body})" for body in bodies))
 
 
@@ -44,16 +84,20 @@ def resolved(schema: Any, root: Document) -> Any:
     return found
 
 
-def _loose(rules: Rules, schema: Any, root: Document) -> str:
-    types, schema = schema_types(schema, root), root.resolve(schema)
-    allowed = members(schema)
+def _loose(rules: Rules, schema: Any, root: Document, where: str) -> str:
+    types, given = schema_types(schema, root), schema
+    allowed = members(root.resolve(schema))
     if allowed is not None:
         return rules.value(one_of(spelled(v) for v in allowed))
     if "string" in types:
         return rules.value()
     if types <= _BARE.keys():
         return rules.value(" | ".join(_BARE[t] for t in sorted(types)))
-    return f"{json_rule({'type': sorted(types)})} {rules.tag(END_VALUE)}"
+    rule = json_rule(standalone(given, root, where, strict=False), lenient=True)
+    if why := why_not(rule):
+        _log.warning("only the type of an argument is enforced: %s: %s", where, why)
+        rule = json_rule({"type": sorted(types)})
+    return f"{rule} {rules.tag(END_VALUE)}"
 
 
 def _branches(schema: Any, root: Document):
@@ -73,17 +117,26 @@ def _branches(schema: Any, root: Document):
         yield schema if one is types else {**schema, "type": one}
 
 
-def _string(schema: Any) -> str | None:
+def _string(schema: Any, root: Document, where: str) -> str | None:
     """Regular expression of a string's text; None when anything goes."""
     allowed = members(schema)
     if allowed is not None:
-        return one_of(v for v in allowed if isinstance(v, str)) or None
+        return one_of(v if isinstance(v, str) else spelled(v) for v in allowed) or None
     if not isinstance(schema, Mapping):
         return None
+    others = [w for w in schema if w not in _STRING]
+    if schema_types(schema, root) == STRING:
+        others = [w for w in others if w in ("allOf", "anyOf", "oneOf", "$ref")]
+    if others:
+        raise RequestError(f"{where}.{others[0]} cannot be enforced where a string is allowed; leave strict out")
     parts = []
     pattern = schema.get("pattern")
     if isinstance(pattern, str):
         parts.append(f"/{_searched(pattern)}/")
+    if schema.get("format") is not None:
+        if schema["format"] not in _FORMATS:
+            raise RequestError(f"{where}.format {schema['format']!r:.60} cannot be enforced; leave strict out")
+        parts.append(f"/{_FORMATS[schema['format']]}/")
     low, high = schema.get("minLength", 0), schema.get("maxLength")
     if low or high is not None:
         parts.append(f"/(?s:.{{{_count(low)},{'' if high is None else _count(high)}}})/")
@@ -113,10 +166,3 @@ def _bare(schema: Any, root: Document) -> str | None:
         return one_of(spelled(v) for v in allowed)
     kinds = schema_types(schema, root)
     return " | ".join(_BARE[t] for t in sorted(kinds)) if kinds <= _BARE.keys() else None
-
-
-def _whole(schema: Any, root: Document) -> Any:
-    """The schema with the definitions that it may refer to."""
-    if not isinstance(schema, Mapping):
-        return schema
-    return {**{word: root.root[word] for word in _DEFINITIONS if word in root.root}, **schema}

@@ -127,7 +127,7 @@ INT_OR_STRING = {"anyOf": [{"type": "integer"}, {"oneOf": [{"type": "string"}]}]
         ({"type": "number"}, "1_0.5", '"1_0.5"'),
         ({"type": "number"}, ".5", '".5"'),
         ({"type": "number"}, "5.", '"5."'),
-        ({"type": "number"}, "٣.٥", '"٣.٥"'),
+        ({"type": "number"}, "\u0663.\u0665", '"\u0663.\u0665"'),
         ({"type": ["integer", "string"]}, "007", '"007"'),
         ({"type": ["integer", "string"]}, "1e3", '"1e3"'),
         ({"type": ["integer", "string"]}, "7", "7"),
