@@ -94,13 +94,14 @@ _MAX_DEPTH = 200
 _MAX_TARGETS = 2000
 
 
-def standalone(schema: Any, document: Document, where: str, *, strict: bool) -> Any:
+def standalone(schema: Any, document: Document, where: str, *, strict: bool, complete: bool = False) -> Any:
     """The schema with all that it refers to in its own ``$defs``, and without what says nothing about a value.
 
     where: path of the schema, for errors. strict: a keyword that is unknown or cannot be enforced, and a reference to
-    nothing, is a RequestError that names its path; else it is left out, with a line in the log.
+    nothing, is a RequestError that names its path; else it is left out, with a line in the log. complete: a reference
+    to nothing is an error in any case.
     """
-    walk = _Walk(document, strict)
+    walk = _Walk(document, strict, complete)
     made = walk.part(schema, where, 0)
     if not walk.definitions:
         return made
@@ -108,8 +109,8 @@ def standalone(schema: Any, document: Document, where: str, *, strict: bool) -> 
 
 
 class _Walk:
-    def __init__(self, document: Document, strict: bool):
-        self._document, self._strict = document, strict
+    def __init__(self, document: Document, strict: bool, complete: bool):
+        self._document, self._strict, self._complete = document, strict, complete or strict
         self._targets: dict[int, str] = {}  # id of a schema in the document -> its name in the definitions
         self.definitions: dict[str, Any] = {}
 
@@ -172,6 +173,8 @@ class _Walk:
         try:
             check_resolved(given, found)
         except RequestError as error:
+            if self._complete:
+                raise RequestError(f"{where}: {error}") from None
             self._unable(f"{where}: {error}")
             return
         name = self._targets.get(id(found))
@@ -190,8 +193,8 @@ class _Walk:
 
 
 def whole(schema: Any, where: str, *, strict: bool) -> Any:
-    """``standalone`` of a document by itself."""
-    return standalone(schema, Document(schema), where, strict=strict)
+    """``standalone`` of a document by itself, in which every reference must lead somewhere."""
+    return standalone(schema, Document(schema), where, strict=strict, complete=True)
 
 
 def _folded(made: dict[str, Any]) -> dict[str, Any]:

@@ -56,12 +56,14 @@ def value_rule(rules: Rules, schema: Any, root: Document, *, strict: bool, where
     given = standalone(schema, root, where, strict=True)
     own = Document(given)
     schema = resolved(given, own)
-    branches = list(_branches(schema, own))
+    branches = [b for b in _branches(schema, own) if not _empty(b, given)]
     texts = [b for b in branches if "string" in schema_types(b, own)]
     # JSON and bare text cannot be alternatives of one place, so structured types beside a free string stay free
     bodies = [_string(b, own, where) if b in texts else _bare(b, own) for b in branches]
-    if why := why_not(json_rule(given)):
-        raise (Unsatisfiable if "Unsatisfiable" in why else RequestError)(f"{where}: {why}")
+    if (why := why_not(json_rule(given))) or not branches:
+        raise (Unsatisfiable if not why or "Unsatisfiable" in why else RequestError)(
+            f"{where}: {why or 'Unsatisfiable'}"
+        )
     plain = all(isinstance(b, Mapping) and b.keys() <= _PLAIN for b in branches if b not in texts)
     if not texts and (None in bodies or not plain):
         return f"{json_rule(given)} {rules.tag(END_VALUE)}"
@@ -117,11 +119,34 @@ def _branches(schema: Any, root: Document):
         yield schema if one is types else {**schema, "type": one}
 
 
+def _empty(schema: Any, whole: Any) -> bool:
+    """Whether nothing fits a branch."""
+    definitions = whole.get("$defs") if isinstance(whole, Mapping) else None
+    if isinstance(schema, Mapping) and definitions:
+        schema = {**schema, "$defs": definitions}
+    return "Unsatisfiable" in why_not(json_rule(schema))
+
+
+def _members(schema: Any) -> list[Any] | None:
+    """Values of ``enum`` or ``const`` that the other keywords let through; None where neither is."""
+    allowed = members(schema)
+    if allowed is None or schema.keys() <= {"enum", "const", "$defs"}:
+        return allowed
+    rest = {k: v for k, v in schema.items() if k not in ("enum", "const")}
+    if rest.get("type") == "string" and rest.keys() <= {"type", "$defs"}:  # the usual case, however many there are
+        return [v for v in allowed if isinstance(v, str)]
+    return _fitting(allowed, rest)
+
+
+def _fitting(allowed: list[Any], rest: Mapping[str, Any]) -> list[Any]:
+    return [v for v in allowed if not why_not(json_rule({**rest, "const": v}))]
+
+
 def _string(schema: Any, root: Document, where: str) -> str | None:
     """Regular expression of a string's text; None when anything goes."""
-    allowed = members(schema)
+    allowed = _members(schema)
     if allowed is not None:
-        return one_of(v if isinstance(v, str) else spelled(v) for v in allowed) or None
+        return one_of(spelled(v) for v in allowed)
     if not isinstance(schema, Mapping):
         return None
     others = [w for w in schema if w not in _STRING]
@@ -161,7 +186,7 @@ def _count(value: Any) -> int:
 
 def _bare(schema: Any, root: Document) -> str | None:
     """Regular expression of a value that needs no JSON parser; None for the others."""
-    allowed = members(schema)
+    allowed = _members(schema)
     if allowed is not None:
         return one_of(spelled(v) for v in allowed)
     kinds = schema_types(schema, root)
