@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from flint_jax.errors import RequestError
 from flint_jax.grammar.schemas import Document
 from flint_jax.grammar.tags import CALL, END_CALL, END_KEY, KEY, VALUE
-from flint_jax.guided.keywords import standalone
+from flint_jax.guided.keywords import say_once, standalone
 from flint_jax.guided.terms import Rules, literal, one_of
 from flint_jax.guided.values import Unsatisfiable, resolved, value_rule
-
-_log = logging.getLogger(__name__)
 
 _FREE_KEY = r"/[^<>\s]{1,64}/"
 _MAX_UNORDERED = 64  # the grammar counts in 64 bits which keys were there; more keys come in the schema's order
@@ -82,7 +79,7 @@ def _strict(rules: Rules, root: Document) -> str:
         except Unsatisfiable as error:
             if key in required:
                 raise
-            _log.warning("the argument %r is never given: %s", key, error)
+            say_once(f"an argument of a strict tool is never given: {error}")
     extra = None
     if schema.get("additionalProperties") not in (None, False):
         keys = _other_keys(rules, properties)

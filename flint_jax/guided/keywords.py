@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Mapping
 from typing import Any
@@ -90,8 +91,8 @@ _UNENFORCED = frozenset(
     ]
 )
 _FORMATS = frozenset(["date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"])
-_MAX_DEPTH = 200
-_MAX_TARGETS = 2000
+_MAX_DEPTH = 100
+_MAX_LEVELS = 1000  # of all definitions together: the compiler's native stack overflows at less than 3,000
 
 
 def standalone(schema: Any, document: Document, where: str, *, strict: bool, complete: bool = False) -> Any:
@@ -103,9 +104,16 @@ def standalone(schema: Any, document: Document, where: str, *, strict: bool, com
     """
     walk = _Walk(document, strict, complete)
     made = walk.part(schema, where, 0)
+    walk.define()
     if not walk.definitions:
         return made
     return {**made, "$defs": walk.definitions} if isinstance(made, dict) else made
+
+
+@functools.lru_cache(1000)
+def say_once(said: str) -> None:
+    """A line in the log; an agent sends the same tools every turn."""
+    _log.warning(said)
 
 
 class _Walk:
@@ -113,6 +121,19 @@ class _Walk:
         self._document, self._strict, self._complete = document, strict, complete or strict
         self._targets: dict[int, str] = {}  # id of a schema in the document -> its name in the definitions
         self.definitions: dict[str, Any] = {}
+        self._deepest = 0
+        self._todo: list[tuple[str, Any, str]] = []  # (name, schema, where it was referred to)
+
+    def define(self) -> None:
+        """Make what was referred to, one by one: a chain of references may be long."""
+        levels = self._deepest
+        while self._todo:
+            name, schema, where = self._todo.pop()
+            self._deepest = 0
+            self.definitions[name] = self.part(schema, where, 1)
+            levels += self._deepest
+            if levels > _MAX_LEVELS:
+                raise RequestError(f"{where[:80]} leads to more than {_MAX_LEVELS} levels of schemas; need fewer")
 
     def part(self, schema: Any, where: str, depth: int) -> Any:
         if not isinstance(schema, Mapping):
@@ -121,6 +142,7 @@ class _Walk:
             return True
         if depth > _MAX_DEPTH:
             raise RequestError(f"{where[:80]}... is nested deeper than {_MAX_DEPTH} schemas; need a flatter one")
+        self._deepest = max(self._deepest, depth)
         made: dict[str, Any] = {}
         for word, value in schema.items():
             self._keyword(made, word, value, f"{where}.{word}", depth)
@@ -128,7 +150,7 @@ class _Walk:
 
     def _keyword(self, made: dict[str, Any], word: str, value: Any, where: str, depth: int) -> None:
         if word == "$ref" and isinstance(value, str):
-            self._reference(made, value, where, depth)
+            self._reference(made, value, where)
         elif word == "type":
             self._type(made, value, where)
         elif word in _ONE or (word in _LISTS and not isinstance(value, list)):
@@ -167,7 +189,7 @@ class _Walk:
             return
         made["type"] = list(dict.fromkeys(found)) if isinstance(value, list) else found[0]
 
-    def _reference(self, made: dict[str, Any], ref: str, where: str, depth: int) -> None:
+    def _reference(self, made: dict[str, Any], ref: str, where: str) -> None:
         given = {"$ref": ref}
         found = self._document.resolve(given)
         try:
@@ -179,17 +201,14 @@ class _Walk:
             return
         name = self._targets.get(id(found))
         if name is None:
-            if len(self._targets) >= _MAX_TARGETS:
-                raise RequestError(f"{where} is the {_MAX_TARGETS + 1}th schema referred to; need fewer")
             name = self._targets[id(found)] = f"d{len(self._targets)}"
-            self.definitions[name] = True  # its place, while it is made
-            self.definitions[name] = self.part(found, where, depth + 1)
+            self._todo.append((name, found, where))
         made["$ref"] = f"#/$defs/{name}"
 
     def _unable(self, said: str) -> None:
         if self._strict:
             raise RequestError(f"{said}; leave it out, or leave strict out")
-        _log.warning("left out of a schema: %s", said)
+        say_once(f"left out of a schema: {said}")
 
 
 def whole(schema: Any, where: str, *, strict: bool) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,10 +9,8 @@ from flint_jax.errors import RequestError
 from flint_jax.grammar.readers import spelled
 from flint_jax.grammar.schemas import STRING, Document, check_resolved, members, schema_types
 from flint_jax.grammar.tags import END_VALUE
-from flint_jax.guided.keywords import standalone
+from flint_jax.guided.keywords import say_once, standalone
 from flint_jax.guided.terms import INTEGER, NUMBER, Rules, json_rule, one_of, why_not
-
-_log = logging.getLogger(__name__)
 
 _BARE = {"integer": INTEGER, "number": NUMBER, "boolean": '"true" | "false"', "null": '"null"'}
 _PLAIN = {"type", "enum", "const", "$defs"}
@@ -60,16 +57,14 @@ def value_rule(rules: Rules, schema: Any, root: Document, *, strict: bool, where
     texts = [b for b in branches if "string" in schema_types(b, own)]
     # JSON and bare text cannot be alternatives of one place, so structured types beside a free string stay free
     bodies = [_string(b, own, where) if b in texts else _bare(b, own) for b in branches]
-    if (why := why_not(json_rule(given))) or not branches:
-        raise (Unsatisfiable if not why or "Unsatisfiable" in why else RequestError)(
-            f"{where}: {why or 'Unsatisfiable'}"
-        )
+    why = why_not(json_rule(given)) or ("" if branches else "Unsatisfiable schema: no branch fits a value")
+    if why:
+        raise (Unsatisfiable if "Unsatisfiable" in why else RequestError)(f"{where}: {why}")
     plain = all(isinstance(b, Mapping) and b.keys() <= _PLAIN for b in branches if b not in texts)
     if not texts and (None in bodies or not plain):
         return f"{json_rule(given)} {rules.tag(END_VALUE)}"
-    if not rules.is_token(END_VALUE) or any(
-        body is None for b, body in zip(branches, bodies, strict=True) if b in texts
-    ):
+    free = any(body is None for b, body in zip(branches, bodies, strict=True) if b in texts)
+    if free or not rules.is_token(END_VALUE):
         return rules.value()
     if None in bodies or not plain:
         raise RequestError(
@@ -95,9 +90,13 @@ def _loose(rules: Rules, schema: Any, root: Document, where: str) -> str:
         return rules.value()
     if types <= _BARE.keys():
         return rules.value(" | ".join(_BARE[t] for t in sorted(types)))
-    rule = json_rule(standalone(given, root, where, strict=False), lenient=True)
-    if why := why_not(rule):
-        _log.warning("only the type of an argument is enforced: %s: %s", where, why)
+    try:
+        rule = json_rule(standalone(given, root, where, strict=False), lenient=True)
+        why = why_not(rule)
+    except RequestError as error:
+        why = str(error)
+    if why:
+        say_once(f"only the type of an argument is enforced: {where}: {why}")
         rule = json_rule({"type": sorted(types)})
     return f"{rule} {rules.tag(END_VALUE)}"
 

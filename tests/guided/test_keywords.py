@@ -195,3 +195,27 @@ def test_a_keyword_over_all_arguments_is_refused_under_strict():
     with pytest.raises(RequestError, match=r"parameters\.minProperties"):
         compiler()(wish(tool("f", schema, strict=True)))
     assert compiler()(wish(tool("f", schema), choice="required"))
+
+
+def chained(count):
+    chain = {f"c{n}": {"type": "array", "items": {"$ref": f"#/$defs/c{n + 1}"}} for n in range(count)}
+    return {"$defs": chain | {f"c{count}": {"type": "null"}}, "$ref": "#/$defs/c0"}
+
+
+def test_a_chain_of_references_compiles_and_an_endless_one_is_refused_before_the_compiler_overflows():
+    for count, strict in ((300, True), (300, False), (5000, False)):
+        schema = {"$defs": chained(count)["$defs"], "properties": {"k": {"$ref": "#/$defs/c0"}}, "required": ["k"]}
+        assert compiler()(wish(tool("f", schema, strict=strict), choice="required"))
+    assert compiler()(wish(format={"type": "json_schema", "json_schema": {"schema": chained(300)}}))
+    for strict in (True, False):
+        with pytest.raises(RequestError, match="levels"):
+            compiler()(wish(format={"type": "json_schema", "json_schema": {"schema": chained(5000), "strict": strict}}))
+
+
+def test_a_schema_that_is_too_deep_is_refused_under_strict_and_open_else():
+    deep = {"type": "null"}
+    for _ in range(150):
+        deep = {"type": "array", "items": deep}
+    assert compiler()(wish(tool("f", parameters(deep)), choice="required"))
+    with pytest.raises(RequestError, match="deeper than 100"):
+        compiler()(wish(tool("f", parameters(deep), strict=True)))
