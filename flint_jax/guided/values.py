@@ -52,7 +52,7 @@ def value_rule(rules: Rules, schema: Any, root: Document, *, strict: bool, where
         return _loose(rules, schema, root, where)
     given = standalone(schema, root, where, strict=True)
     own = Document(given)
-    schema = resolved(given, own)
+    schema = _joined(given, own)
     branches = [b for b in _branches(schema, own) if not _empty(b, given)]
     texts = [b for b in branches if "string" in schema_types(b, own)]
     # JSON and bare text cannot be alternatives of one place, so structured types beside a free string stay free
@@ -79,6 +79,17 @@ def resolved(schema: Any, root: Document) -> Any:
     found = root.resolve(schema)
     check_resolved(schema, found)
     return found
+
+
+def _joined(schema: Any, root: Document) -> Any:
+    """The schema behind a ``$ref``, with the keywords beside it."""
+    found = resolved(schema, root)
+    beside = {k: v for k, v in schema.items() if k not in ("$ref", "$defs")} if found is not schema else {}
+    if not beside:
+        return found
+    if not isinstance(found, Mapping) or found.keys() & beside.keys():
+        return {"allOf": [found, beside]}
+    return {**found, **beside}
 
 
 def _loose(rules: Rules, schema: Any, root: Document, where: str) -> str:
@@ -110,7 +121,7 @@ def _branches(schema: Any, root: Document):
         if isinstance(schema.get(word), list):
             rest = {k: v for k, v in schema.items() if k != word}
             for part in schema[word]:
-                part = resolved(part, root)
+                part = _joined(part, root)
                 yield from _branches({**rest, **part} if isinstance(part, Mapping) else part, root)
             return
     types = schema.get("type")

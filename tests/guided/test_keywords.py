@@ -64,6 +64,10 @@ CASES = {
     "$ref with escapes": ({"$ref": "#/$defs/a~1b%20c"}, [True], [3]),
     "$anchor": ({"$ref": "#low"}, [3], [10]),
     "$id": ({"$ref": "https://x.example/text"}, ["ab"], ["abc"]),
+    "$ref beside a keyword": ({"$ref": "#/$defs/whole", "maximum": 3}, [3], [4]),
+    "$ref beside its own keyword": ({"$ref": "#/$defs/small", "maximum": 3}, [3], [5, 10]),
+    "$ref of a string beside a keyword": ({"$ref": "#/$defs/word", "maxLength": 2}, ["ab"], ["abc", "a1"]),
+    "$ref in a branch": ({"anyOf": [{"$ref": "#/$defs/whole", "maximum": 3}, {"type": "null"}]}, [3, None], [4]),
     "$ref inside": ({"type": "array", "items": {"$ref": "#/$defs/small"}}, [[3]], [[10]]),
     "recursive": ({"$ref": "#/$defs/tree"}, [{"kids": [{"kids": []}]}], [{"kids": [1]}]),
     "annotations": ({"type": "null", "title": "t", "default": 1, "x-any": 2, "deprecated": True}, [None], [1]),
@@ -73,6 +77,8 @@ DEFS = {
     "many": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
     "a/b c": {"type": "boolean"},
     "text": {"$id": "https://x.example/text", "type": "string", "maxLength": 2},
+    "whole": {"type": "integer"},
+    "word": {"type": "string", "pattern": "^[a-z]*$"},
     "tree": {"type": "object", "properties": {"kids": {"type": "array", "items": {"$ref": "#/$defs/tree"}}}},
 }
 REFUSED = {
