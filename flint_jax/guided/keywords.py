@@ -199,6 +199,7 @@ class _Walk:
                 raise RequestError(f"{where}: {error}") from None
             self._unable(f"{where}: {error}")
             return
+        found = self._document.find(ref)  # one step: a reference on the way may have keywords beside it
         name = self._targets.get(id(found))
         if name is None:
             name = self._targets[id(found)] = f"d{len(self._targets)}"

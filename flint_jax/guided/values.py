@@ -83,8 +83,10 @@ def resolved(schema: Any, root: Document) -> Any:
 
 def _joined(schema: Any, root: Document) -> Any:
     """The schema behind a ``$ref``, with the keywords beside it."""
-    found = resolved(schema, root)
-    beside = {k: v for k, v in schema.items() if k not in ("$ref", "$defs")} if found is not schema else {}
+    if resolved(schema, root) is schema:
+        return schema
+    beside = {k: v for k, v in schema.items() if k not in ("$ref", "$defs")}
+    found = _joined(root.find(schema["$ref"]), root)
     if not beside:
         return found
     if not isinstance(found, Mapping) or found.keys() & beside.keys():

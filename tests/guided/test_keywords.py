@@ -67,6 +67,8 @@ CASES = {
     "$ref beside a keyword": ({"$ref": "#/$defs/whole", "maximum": 3}, [3], [4]),
     "$ref beside its own keyword": ({"$ref": "#/$defs/small", "maximum": 3}, [3], [5, 10]),
     "$ref of a string beside a keyword": ({"$ref": "#/$defs/word", "maxLength": 2}, ["ab"], ["abc", "a1"]),
+    "$ref behind a $ref": ({"$ref": "#/$defs/few"}, [3], [4]),
+    "$ref behind a $ref, inside": ({"type": "array", "items": {"$ref": "#/$defs/few"}}, [[3]], [[4]]),
     "$ref in a branch": ({"anyOf": [{"$ref": "#/$defs/whole", "maximum": 3}, {"type": "null"}]}, [3, None], [4]),
     "$ref inside": ({"type": "array", "items": {"$ref": "#/$defs/small"}}, [[3]], [[10]]),
     "recursive": ({"$ref": "#/$defs/tree"}, [{"kids": [{"kids": []}]}], [{"kids": [1]}]),
@@ -78,6 +80,7 @@ DEFS = {
     "a/b c": {"type": "boolean"},
     "text": {"$id": "https://x.example/text", "type": "string", "maxLength": 2},
     "whole": {"type": "integer"},
+    "few": {"$ref": "#/$defs/whole", "maximum": 3},
     "word": {"type": "string", "pattern": "^[a-z]*$"},
     "tree": {"type": "object", "properties": {"kids": {"type": "array", "items": {"$ref": "#/$defs/tree"}}}},
 }
