@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import re
-from typing import Any
+from flint_jax.grammar.readers import Reader, dumps, typed_json
+from flint_jax.grammar.tools import Tool
 
-from flint_jax.grammar.tools import STRING, Tool
-
-_LONE_SURROGATE = re.compile("[\ud800-\udfff]")
-_EXACT = 2**53  # from here on not every whole number is a float, so a float stays one
+__all__ = ["ArgumentWriter", "dumps", "typed_json"]
 
 
 class ArgumentWriter:
@@ -23,7 +19,7 @@ class ArgumentWriter:
     def __init__(self, tool: Tool):
         self._tool = tool
         self._keys: set[str] = set()
-        self._types = STRING
+        self._read: Reader | None = None
         self._before = "{"  # what comes before the next member
         self._member = ""
         self._parts: list[str] | None = None  # a value held until it is closed
@@ -39,9 +35,9 @@ class ArgumentWriter:
         if self._skip:
             return ""
         self._keys.add(key)
-        self._types = self._tool.types(key)
+        self._read = self._tool.reader(key)
         self._member = f"{dumps(key)}: "
-        if self._types == STRING:
+        if self._read.streams:
             self._parts = None
             return self._next(self._member + '"')
         self._parts = []
@@ -60,7 +56,7 @@ class ArgumentWriter:
         """The value is complete."""
         if self._skip or self._parts is None:
             return self.cut()
-        return self._next(self._member + typed_json("".join(self._parts), self._types))
+        return self._next(self._member + self._read("".join(self._parts)))
 
     def cut(self) -> str:
         """The value will never be complete: a string keeps what was written of it, anything else is left out."""
@@ -73,74 +69,3 @@ class ArgumentWriter:
     def _next(self, member: str) -> str:
         text, self._before = self._before + member, ", "
         return text
-
-
-def typed_json(raw: str, types: frozenset[str]) -> str:
-    """JSON text of an argument's raw text: the first of the allowed types that it can be read as.
-
-    Tried in fixed order: null, integer, number, boolean, object, array, string. If it is none of them, any JSON will
-    do, and else it is a string.
-    """
-    readers = [read for name, read in _READERS.items() if name in types]
-    if "string" not in types:
-        readers.append(json.loads)
-    for read in readers:
-        try:
-            return dumps(read(raw))
-        except (ValueError, RecursionError):
-            continue
-    return dumps(raw)
-
-
-def dumps(value: Any) -> str:
-    """JSON with literal UTF-8. Half of a surrogate pair becomes U+FFFD: UTF-8 cannot hold it, and as an escape it would
-    break clients that read the arguments as they come.
-
-    Raises ValueError for infinity and NaN, which JSON cannot hold.
-    """
-    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
-    return _LONE_SURROGATE.sub("\ufffd", text)
-
-
-def _null(raw: str) -> None:
-    if raw.strip().lower() != "null":
-        raise ValueError(raw)
-
-
-def _number(raw: str) -> int | float:
-    try:
-        return int(raw)  # exact, however long
-    except ValueError:
-        number = float(raw)
-    return int(number) if number.is_integer() and abs(number) < _EXACT else number
-
-
-def _boolean(raw: str) -> bool:
-    try:
-        return {"true": True, "1": True, "false": False, "0": False}[raw.strip().lower()]
-    except KeyError:
-        raise ValueError(raw) from None
-
-
-def _object(raw: str) -> dict:
-    return _only(dict, json.loads(raw))
-
-
-def _array(raw: str) -> list:
-    return _only(list, json.loads(raw))
-
-
-def _only(kind: type, value: Any) -> Any:
-    if not isinstance(value, kind):
-        raise ValueError(value)
-    return value
-
-
-_READERS = {
-    "null": _null,
-    "integer": int,
-    "number": _number,
-    "boolean": _boolean,
-    "object": _object,
-    "array": _array,
-}

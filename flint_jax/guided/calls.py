@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from flint_jax.errors import RequestError
+from flint_jax.grammar.schemas import Document
 from flint_jax.grammar.tags import CALL, END_CALL, END_KEY, KEY, VALUE
+from flint_jax.guided.keywords import say_once, standalone
 from flint_jax.guided.terms import Rules, literal, one_of
-from flint_jax.guided.values import resolved, value_rule
+from flint_jax.guided.values import Unsatisfiable, resolved, value_rule
 
 _FREE_KEY = r"/[^<>\s]{1,64}/"
 _MAX_UNORDERED = 64  # the grammar counts in 64 bits which keys were there; more keys come in the schema's order
+_MAX_ALTERNATIVES = 16  # flat objects made of one schema
+_MAX_STEPS = 200  # schemas looked at for them: more can only be a circle
 _OPEN = ("$ref", "allOf", "anyOf", "oneOf", "patternProperties")
 
 
@@ -46,33 +50,111 @@ def _tool(rules: Rules, function: Mapping[str, Any]) -> str:
 
 def _arguments(rules: Rules, function: Mapping[str, Any]) -> str:
     """All arguments of a call, each followed by a gap."""
-    strict = function.get("strict") is True
     schema = function.get("parameters", function.get("input_schema"))
-    root = schema if isinstance(schema, Mapping) else {}
-    if strict:
-        schema = resolved(root, root)
-        if not isinstance(schema, Mapping) or any(word in schema for word in _OPEN):
-            raise RequestError(
-                f"strict needs parameters that are a plain object with properties, without {', '.join(_OPEN)} beside "
-                "them; write them so, or leave strict out"
-            )
-    else:
-        schema = root
-    properties = schema.get("properties")
-    properties = properties if isinstance(properties, Mapping) else {}
-    more = schema.get("additionalProperties") not in (None, False)
-    if not strict and (more or not properties or any(word in schema for word in _OPEN)):
-        return f"({_argument(rules, rules.terminal(_FREE_KEY), rules.value())} {_gap(rules)})*"
-    required = schema.get("required") if strict else None
-    required = [k for k in required if isinstance(k, str)] if isinstance(required, list) else []
+    root = Document(schema if isinstance(schema, Mapping) else {})
+    if function.get("strict") is True:
+        return _strict(rules, root)
+    sets = list(_alternatives(root.root, root))
+    return rules.rule(" | ".join(dict.fromkeys(_loose(rules, part, root) for part in sets)))
+
+
+def _strict(rules: Rules, root: Document) -> str:
+    schema = resolved(root.root, root)
+    if not isinstance(schema, Mapping) or any(word in schema for word in _OPEN):
+        raise RequestError(
+            f"strict needs parameters that are a plain object with properties, without {', '.join(_OPEN)} beside "
+            "them; write them so, or leave strict out"
+        )
+    others = {k: v for k, v in schema.items() if k not in ("properties", "additionalProperties")}
+    held = standalone(others, root, "parameters", strict=True)
+    if unheld := [word for word in held if word not in ("type", "required")]:
+        raise RequestError(f"parameters.{unheld[0]} cannot be enforced over all arguments; leave it or strict out")
+    properties, required = _properties(schema), _required(schema)
     if unknown := [k for k in required if k not in properties]:
         raise RequestError(f"requires {unknown[0]!r:.64}, which is not among its properties")
-    known = [(k, value_rule(rules, v, root, strict=strict)) for k, v in properties.items()]
+    values = {}
+    for key, part in properties.items():
+        try:
+            values[key] = value_rule(rules, part, root, strict=True, where=f"parameters.properties.{key}")
+        except Unsatisfiable as error:
+            if key in required:
+                raise
+            say_once(f"an argument of a strict tool is never given: {error}")
     extra = None
-    if strict and more:
-        keys = rules.terminal(f"{_FREE_KEY} & ~({one_of(properties)})" if properties else _FREE_KEY)
-        extra = _argument(rules, keys, value_rule(rules, schema["additionalProperties"], root, strict=True))
-    arguments = [(k in required, _argument(rules, literal(k), v)) for k, v in known]
+    if schema.get("additionalProperties") not in (None, False):
+        keys = _other_keys(rules, properties)
+        where = "parameters.additionalProperties"
+        extra = _argument(
+            rules, keys, value_rule(rules, schema["additionalProperties"], root, strict=True, where=where)
+        )
+    return _set(rules, values, required, extra)
+
+
+def _loose(rules: Rules, schema: Mapping[str, Any], root: Document) -> str:
+    """Known keys with values of their types, the required ones among them; any other key where the schema is open."""
+    properties, required = _properties(schema), _required(schema)
+    where = "parameters.properties."
+    values = {k: value_rule(rules, v, root, strict=False, where=where + k) for k, v in properties.items()}
+    values |= {k: rules.value() for k in required if k not in properties}
+    extra = None
+    if not properties or schema.get("additionalProperties") not in (None, False) or "patternProperties" in schema:
+        extra = _argument(rules, _other_keys(rules, values), rules.value())
+    return _set(rules, values, required, extra)
+
+
+def _alternatives(schema: Any, root: Document, steps: Iterator[int] | None = None) -> Iterator[dict]:
+    """Flat objects, of which a call fits one: references followed, parts of ``allOf`` joined, branches told apart.
+
+    Where there are too many branches only what is required anyway counts.
+    """
+    steps = steps or iter(range(_MAX_STEPS))
+    schema = root.resolve(schema)
+    if not isinstance(schema, Mapping) or "$ref" in schema or next(steps, None) is None:
+        yield {"additionalProperties": True}
+        return
+    flat = {k: v for k, v in schema.items() if k not in ("$ref", "allOf", "anyOf", "oneOf")}
+    found = [flat]
+    for word in ("allOf", "anyOf", "oneOf"):
+        parts = schema.get(word)
+        if not isinstance(parts, list) or not parts:
+            continue
+        sets = [list(_alternatives(part, root, steps)) for part in parts[:_MAX_ALTERNATIVES]]
+        for choices in sets if word == "allOf" else [[one for several in sets for one in several]]:
+            if len(found) * len(choices) <= _MAX_ALTERNATIVES and len(parts) <= _MAX_ALTERNATIVES:
+                found = [_joined(one, other) for one in found for other in choices]
+            else:
+                found = [one | {"additionalProperties": True} for one in found]
+    yield from found
+
+
+def _joined(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """Both objects at once."""
+    more = [s["additionalProperties"] for s in (one, other) if "additionalProperties" in s]
+    patterns = {"patternProperties": {}} if "patternProperties" in one or "patternProperties" in other else {}
+    return {
+        "properties": {**_properties(one), **_properties(other)},
+        "required": [*_required(one), *_required(other)],
+        **({"additionalProperties": all(m is not False for m in more)} if more else {}),
+        **patterns,
+    }
+
+
+def _properties(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    properties = schema.get("properties")
+    return properties if isinstance(properties, Mapping) else {}
+
+
+def _required(schema: Mapping[str, Any]) -> list[str]:
+    required = schema.get("required")
+    return [k for k in required if isinstance(k, str)] if isinstance(required, list) else []
+
+
+def _other_keys(rules: Rules, known: Collection[str]) -> str:
+    return rules.terminal(f"{_FREE_KEY} & ~({one_of(known)})" if known else _FREE_KEY)
+
+
+def _set(rules: Rules, values: Mapping[str, str], required: Collection[str], extra: str | None) -> str:
+    arguments = [(k in required, _argument(rules, literal(k), v)) for k, v in values.items()]
     arguments.sort(key=lambda a: not a[0])  # required ones first: the grammar asks for a range of bits
     return _selection(rules, arguments, extra)
 

@@ -16,7 +16,8 @@ from flint_jax.grammar import State
 from flint_jax.grammar.tags import CALL, END_THINK, THINK
 from flint_jax.guided.calls import calls, one_call
 from flint_jax.guided.constraint import Constraint
-from flint_jax.guided.terms import ANY, Rules, json_rule, one_of
+from flint_jax.guided.keywords import whole
+from flint_jax.guided.terms import ANY, Rules, json_rule, one_of, reason
 from flint_jax.guided.vocabulary import Vocabulary
 
 MAX_GRAMMAR = 1 << 20  # characters of a compiled request; 3,000 alternatives of a schema are 200,000 and take 0.2 s
@@ -95,7 +96,7 @@ class Compiler:
             matcher.compute_bitmask()  # copies share what the first mask builds, up to 90 ms of work
         if matcher.is_error():
             raise RequestError(
-                f"{param} cannot be compiled: {_why(matcher.get_error())}", param=param, code="invalid_value"
+                f"{param} cannot be compiled: {reason(matcher.get_error())}", param=param, code="invalid_value"
             )
         return matcher
 
@@ -138,10 +139,14 @@ def _format(wish: Wish) -> tuple[str | None, str | None, str]:
             code="invalid_value",
         )
     if wish.format is not None:
-        inner = wish.format.get("json_schema")
+        inner, param = wish.format.get("json_schema"), wish.format.get("param", "response_format")
         if inner is None:
-            return json_rule(_ANY_OBJECT), None, "response_format"
-        return json_rule(inner["schema"], lenient=inner.get("strict") is not True), None, "response_format"
+            return json_rule(_ANY_OBJECT), None, param
+        strict = inner.get("strict") is True
+        try:
+            return json_rule(whole(inner["schema"], "schema", strict=strict), lenient=not strict), None, param
+        except RequestError as error:
+            raise RequestError(f"{param}: {error}", param=param, code="invalid_value") from None
     if wish.structured is None:
         return None, None, ""
     given = wish.structured
@@ -155,7 +160,7 @@ def _format(wish: Wish) -> tuple[str | None, str | None, str]:
 def _structured(kind: str, value: Any) -> tuple[str, str | None]:
     match kind:
         case "json":
-            return json_rule(_schema(value)), None
+            return json_rule(whole(_schema(value), "schema", strict=True)), None
         case "json_object":
             return json_rule(_ANY_OBJECT), None
         case "regex":
@@ -191,9 +196,3 @@ def _with_side(text: str, side: str | None) -> str:
     if side is None:
         return text
     return json.dumps({"grammars": [{"lark_grammar": text}, {"name": "given", "lark_grammar": side}]})
-
-
-def _why(error: str) -> str:
-    """The library's reason on one line, without the lines of our grammar that it quotes."""
-    lines = [line for line in error.splitlines() if not line.lstrip()[:1].isdigit() or "|" not in line]
-    return " ".join(" ".join(lines).removesuffix("^").split())[:500]

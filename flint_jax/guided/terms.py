@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import re
@@ -16,7 +17,7 @@ NUMBER = r"/-?(0|[1-9][0-9]{0,17})(\.[0-9]{1,17})?([eE][-+]?[0-9]{1,2})?/"
 WHITE = r"[ \n\r\t]{1,96}"  # between JSON tokens: enough for deep indentation, and a model cannot go on with it forever
 
 _DATA = frozenset({"const", "default", "enum", "example", "examples"})  # hold values, not schemas
-_LOOKS = re.compile(r"(?<!\\)(?:\\\\)*(?:\(\?<?[=!]|\\[1-9])")  # (?= (?! (?<= (?<! \1
+LOOKS = re.compile(r"(?<!\\)(?:\\\\)*(?:\(\?<?[=!]|\\[1-9])")  # (?= (?! (?<= (?<! \1
 
 
 def literal(text: str) -> str:
@@ -45,6 +46,20 @@ def json_rule(schema: Any, *, lenient: bool = False) -> str:
     return f"%json {json.dumps(schema)}"
 
 
+@functools.lru_cache(512)
+def why_not(rule: str) -> str:
+    """Why a rule of ``json_rule`` does not compile or fits nothing; "" when it does."""
+    from llguidance import LLMatcher
+
+    return reason(LLMatcher.validate_grammar(f"start: {rule}", None))
+
+
+def reason(error: str) -> str:
+    """The library's reason on one line, without the lines of our grammar that it quotes."""
+    lines = [line for line in error.splitlines() if not line.lstrip()[:1].isdigit() or "|" not in line]
+    return " ".join(" ".join(lines).removesuffix("^").split())[:500]
+
+
 def _without_look_around(schema: Any) -> Any:
     """The schema without patterns that look around or back, as the ones that Zod writes for e-mail addresses do: no
     automaton can follow them. (A property may be called ``pattern``; its schema is no string.)
@@ -56,7 +71,7 @@ def _without_look_around(schema: Any) -> Any:
     return {
         k: v if k in _DATA else _without_look_around(v)
         for k, v in schema.items()
-        if not (k == "pattern" and isinstance(v, str) and _LOOKS.search(v))
+        if not (k == "pattern" and isinstance(v, str) and LOOKS.search(v))
     }
 
 

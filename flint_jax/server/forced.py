@@ -67,7 +67,7 @@ class Forced:
     choice: whether one of them must be called.
     parallel: whether more than one call may come.
     format: ``response_format`` other than text: ``{"type": "json_object"}`` or ``{"type": "json_schema",
-        "json_schema": {"name", "schema", "strict"}}``.
+        "json_schema": {"name", "schema", "strict"}}``; under "param" the caller's name of the field.
     structured: another format, under vLLM's fields.
     start: where the output begins; in REASONING the rules wait for the end of the thought.
     thinking: whether the model may think at all; if so a thought may also begin in CONTENT.
@@ -89,7 +89,7 @@ class Forced:
         if self.choice.forces:
             return "tool_choice"
         if self.format is not None:
-            return "response_format"
+            return self.format.get("param", "response_format")
         return None if self.structured is None else self.structured.param
 
 

@@ -99,7 +99,8 @@ def read_format(fields: Fields) -> dict[str, Any] | None:
         return None
     if given.get("type") != "json_schema" or not isinstance(given.get("schema"), dict):
         raise source.error(name, 'must be {"type": "json_schema", "schema": {...}}')
-    return {"type": "json_schema", "json_schema": {"name": "output", "schema": given["schema"], "strict": True}}
+    inner = {"name": "output", "schema": given["schema"], "strict": True}
+    return {"type": "json_schema", "param": f"{source.prefix}{name}", "json_schema": inner}
 
 
 # -- tools -----------------------------------------------------------------------------------------------------------

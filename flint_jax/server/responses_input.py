@@ -122,10 +122,14 @@ def read_format(fields: Fields) -> dict[str, Any] | None:
     if kind == "text":
         return None
     if kind == "json_object":
-        return {"type": kind}
+        return {"type": kind, "param": "text.format"}
     if kind != "json_schema" or not isinstance(given.get("schema"), dict):
         raise options.error("format", 'must be of type text, json_object, or json_schema with a "schema"')
-    return {"type": kind, "json_schema": {k: given[k] for k in ("name", "schema", "strict") if k in given}}
+    return {
+        "type": kind,
+        "param": "text.format",
+        "json_schema": {k: given[k] for k in ("name", "schema", "strict") if k in given},
+    }
 
 
 # -- tools -----------------------------------------------------------------------------------------------------------

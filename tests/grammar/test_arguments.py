@@ -34,7 +34,7 @@ INT_OR_STRING = {"anyOf": [{"type": "integer"}, {"oneOf": [{"type": "string"}]}]
         ({"type": "integer"}, " 3 ", "3"),
         ({"type": "integer"}, "3.0", "3.0"),
         ({"type": "integer"}, "three", '"three"'),
-        ({"type": "integer"}, "1_000", "1000"),
+        ({"type": "integer"}, "1_000", '"1_000"'),
         ({"type": "integer"}, "", '""'),
         ({"type": "integer"}, "9" * 40, "9" * 40),
         ({"type": "number"}, "2.50", "2.5"),
@@ -86,15 +86,111 @@ INT_OR_STRING = {"anyOf": [{"type": "integer"}, {"oneOf": [{"type": "string"}]}]
         ({"type": ["str", "int"]}, "x", '"x"'),
         ({"type": ["str", "int"]}, '"x"', r'"\"x\""'),
         ({"type": "Integer"}, "3", "3"),
-        ({"$ref": "#/$defs/n"}, "3", '"3"'),
+        ({"$ref": "#/$defs/n"}, "3", "3"),
         ({"type": "strnig"}, "3", '"3"'),
-        ({}, "3", '"3"'),
-        (True, "3", '"3"'),
-        (None, "3", '"3"'),
+        ({}, "3", "3"),
+        (True, "3", "3"),
+        (None, "3", "3"),
+        # no type said
+        ({}, '{"a": [1]}', '{"a": [1]}'),
+        ({}, "a b", '"a b"'),
+        ({}, "1e3", "1000"),
+        ({}, "True", '"True"'),
+        ({}, "007", '"007"'),
+        ({"description": "x"}, "8", "8"),
+        ({"items": {"type": "integer"}}, "[1]", "[1]"),
+        ({"items": {}}, "a", '"a"'),
+        ({"properties": {"a": {}}}, '{"a": 1}', '{"a": 1}'),
+        ({"anyOf": [{}, {"type": "null"}]}, "8", "8"),
+        ({"type": "string", "anyOf": [{"minLength": 1}, {"format": "uri"}]}, "8", '"8"'),
+        ({"allOf": [{"type": "string"}, {"description": "x"}]}, "8", '"8"'),
+        # members before types
+        ({"enum": ["01", 1]}, "01", '"01"'),
+        ({"enum": ["01", 1]}, "1", "1"),
+        ({"enum": ["01", 1]}, "1.0", "1"),
+        ({"enum": [True, "1"]}, "1", '"1"'),
+        ({"enum": [True, "1"]}, "true", "true"),
+        ({"enum": [1, "1"]}, "1", "1"),
+        ({"enum": ["null", None]}, "null", '"null"'),
+        ({"const": "5"}, "5", '"5"'),
+        ({"const": {"a": [1, True]}}, '{"a":[1,true]}', '{"a": [1, true]}'),
+        ({"anyOf": [{"const": "1"}, {"type": "integer"}]}, "1", '"1"'),
+        ({"anyOf": [{"const": "1"}, {"type": "integer"}]}, "2", "2"),
+        ({"enum": [1, True]}, "1", "1"),
+        # numbers of JSON
+        ({"type": "integer"}, "1e3", '"1e3"'),
+        ({"type": "integer"}, "3.5", '"3.5"'),
+        ({"type": "integer"}, "٣", '"٣"'),
+        ({"type": "integer"}, "+3", '"+3"'),
+        ({"type": "integer"}, "007", '"007"'),
+        ({"type": "integer"}, "-0", "0"),
+        ({"type": "number"}, "1_0.5", '"1_0.5"'),
+        ({"type": "number"}, ".5", '".5"'),
+        ({"type": "number"}, "5.", '"5."'),
+        ({"type": "number"}, "\u0663.\u0665", '"\u0663.\u0665"'),
+        ({"type": ["integer", "string"]}, "007", '"007"'),
+        ({"type": ["integer", "string"]}, "1e3", '"1e3"'),
+        ({"type": ["integer", "string"]}, "7", "7"),
+        ({"type": ["boolean", "string"]}, "1", '"1"'),
     ],
 )
 def test_typing(schema, raw, expected):
     assert argument(schema, raw) == expected
+
+
+DEFINED = {
+    "$defs": {
+        "when": {"type": "object", "properties": {"kind": {"type": "string"}}},
+        "ids": {"type": "array", "items": {"type": "integer"}},
+        "n": {"$anchor": "count", "type": "integer"},
+        "text": {"$id": "https://x.example/text", "type": "string"},
+        "a/b~c d": {"type": "boolean"},
+        "many": {"anyOf": [{"type": "null"}, {"type": "integer"}]},
+        "circle": {"$ref": "#/$defs/circle"},
+    }
+}
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize(
+    ("schema", "raw", "expected"),
+    [
+        ({"$ref": "#/$defs/when"}, '{"kind": "week"}', '{"kind": "week"}'),
+        ({"$ref": "#/$defs/ids"}, "[1]", "[1]"),
+        ({"$ref": "#/$defs/n"}, "3", "3"),
+        ({"$ref": "#count"}, "3", "3"),
+        ({"$ref": "#/$defs/text"}, "12345", '"12345"'),
+        ({"$ref": "https://x.example/text"}, "12345", '"12345"'),
+        ({"$ref": "text"}, "12345", '"12345"'),
+        ({"$ref": "#/$defs/a~1b~0c%20d"}, "true", "true"),
+        ({"$ref": "#/$defs/many/anyOf/1"}, "3", "3"),
+        ({"$ref": "#/properties/other"}, "3", '"3"'),
+        ({"anyOf": [{"$ref": "#/$defs/text"}, {"type": "null"}]}, "12345", '"12345"'),
+        ({"anyOf": [{"$ref": "#/$defs/text"}, {"type": "null"}]}, "null", "null"),
+        ({"allOf": [{"$ref": "#/$defs/when"}], "description": "x"}, '{"kind": "day"}', '{"kind": "day"}'),
+        ({"$ref": "#/$defs/circle"}, "3", "3"),
+        ({"$ref": "https://elsewhere.example/x"}, "3", "3"),
+        ({"$ref": "https://elsewhere.example/x"}, "a", '"a"'),
+    ],
+)
+def test_references_are_followed_strict_or_not(schema, raw, expected, strict):
+    tool = Tool("f", DEFINED | {"properties": {"k": schema, "other": {"type": "string"}}}, strict)
+    assert parts(call("f", k=raw), start=State.CONTENT, tools=[tool])[2] == [("f", f'{{"k": {expected}}}')]
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"$ref": "#/$defs/p", "$defs": {"p": {"properties": {"k": {"type": "integer"}}}}},
+        {"allOf": [{"properties": {"k": {"type": "integer"}}}, {"properties": {"x": {"type": "string"}}}]},
+        {"anyOf": [{"properties": {"k": {"type": "integer"}}}, {"properties": {"x": {"type": "string"}}}]},
+        {"patternProperties": {"^k": {"type": "integer"}}},
+        {"properties": {"x": {}}, "additionalProperties": {"type": "integer"}},
+        {"additionalProperties": True},
+    ],
+)
+def test_an_argument_is_found_wherever_the_schema_has_it(parameters):
+    assert parts(call("f", k="3"), tools=[Tool("f", parameters)])[2] == [("f", '{"k": 3}')]
 
 
 def test_more_digits_than_python_reads_are_a_string():

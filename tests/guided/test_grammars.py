@@ -316,7 +316,10 @@ def test_a_vocabulary_without_tags_is_held_by_their_characters():
     made = Compiler(Vocabulary(plain, 257, [256]))
     forced = Forced(tools=TOOLS, choice=wish(*TOOLS, choice="required").choice, start=State.REASONING, thinking=True)
     tracker = made(forced).begin()
-    said = "hm</think>\n<tool_call>get_weather\n<arg_key>city</arg_key><arg_value>a < b</arg_value></tool_call>"
+    said = (
+        "hm</think>\n<tool_call>get_weather\n<arg_key>city</arg_key><arg_value>a < b</arg_value>"
+        "<arg_key>days</arg_key><arg_value>2</arg_value></tool_call>"
+    )
     for byte in said.encode():
         assert byte in allowed(tracker, 257)
         tracker.push(byte)

@@ -281,6 +281,25 @@ def test_what_cannot_be_held_is_refused(server, fields, param):
     assert response.json()["error"]["param"] == param
 
 
+@pytest.mark.parametrize("form", [{"type": "json_object"}, {"type": "json_schema", "name": "x", "schema": {}}])
+def test_responses_are_told_their_own_name_of_the_format(server, form):
+    response = server.post("/v1/responses", {"model": "x", "input": "hi", "text": {"format": form}})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "text.format"
+    assert "response_format" not in response.text
+
+
+@pytest.mark.parametrize("fields", ["output_config.format", "output_format"])
+def test_messages_are_told_their_own_name_of_the_format(server, fields):
+    outer, _, inner = fields.partition(".")
+    form = {"type": "json_schema", "schema": {"type": "object"}}
+    ask = {"model": "x", "max_tokens": 5, "messages": HELLO, outer: {inner: form} if inner else form}
+    response = server.post("/v1/messages", ask)
+    assert response.status_code == 400
+    assert fields in response.text
+    assert "response_format" not in response.text
+
+
 # -- thinking ----------------------------------------------------------------------------------------------------------
 
 ASK = "{% for m in messages %}<|user|>{{ m.content }}{% endfor %}<|assistant|>{{ '\n' }}"
