@@ -8,6 +8,7 @@ const IDEAS = [
 ];
 let current = newChat();
 const loaded = new Map(); // conversations with a reply on its way, by id: they must not be read anew from the store
+const touch = matchMedia("(pointer: coarse)"); // there Enter breaks the line, and the button sends
 let following = true;
 let lastTop = 0;
 
@@ -63,7 +64,8 @@ function save(chat) {
   chat.changed = Date.now();
   const first = chat.messages.find((message) => message.role === "user");
   chat.title = (first?.content ?? "").trim().slice(0, 80).replace(/\s+/g, " ") || "Conversation";
-  if (!storeChat(chat)) say("This browser keeps no more: the conversation is lost when the page is closed.");
+  get("notice").textContent = storeChat(chat) ? "" : "This browser has no room for this conversation: it is lost when " +
+    "the page is closed. Delete others to make room.";
 }
 
 // Sends a conversation on with more messages, from `index` on anew if given.
@@ -93,10 +95,11 @@ async function ask(chat, more, index = chat.messages.length) {
   if (chat.dropped) return;
   save(chat);
   if (current.id === chat.id) {
-    const away = document.activeElement === document.body || document.activeElement === get("stop");
+    const here = document.activeElement;
+    const free = [document.body, get("stop"), get("send")].includes(here) || (here === get("input") && !here.value);
     show(chat);
     const area = get("turns").querySelector("textarea[data-call]");
-    if (away) (area ?? get("input")).focus({ preventScroll: true });
+    if (free && !touch.matches) (area ?? get("input")).focus({ preventScroll: true }); // a phone would raise its keys
   } else showList();
   say(reason ? "Reply " + reason : openCalls(chat).length ? "The model calls a tool" : "Reply: " + chat.messages.at(-1).content);
   if (reason === "failed") status();
@@ -137,7 +140,7 @@ function fit() {
 }
 get("input").addEventListener("input", fit);
 get("input").addEventListener("keydown", (event) => {
-  if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+  if (event.key === "Enter" && !event.shiftKey && !event.isComposing && !touch.matches) {
     event.preventDefault();
     get("say").requestSubmit();
   }
@@ -219,16 +222,25 @@ get("settings").addEventListener("click", (event) => {
 get("settings").addEventListener("input", storeSettings);
 get("settings").addEventListener("close", () => get("input").focus());
 get("tools").addEventListener("change", checkTools);
-get("key").addEventListener("change", () => status());
+get("key").addEventListener("change", () => {
+  greeted = false;
+  status();
+});
 
 // -- the server --------------------------------------------------------------------------------------------------------
 
 let timer = 0;
+let round = 0;
+let greeted = false;
 
 // Asks again for as long as the page is open: soon while the server is away, now and then while it is there.
 async function status() {
   clearTimeout(timer);
+  round += 1;
+  const mine = round;
   const tell = (text, bad = false) => {
+    if (mine !== round) return; // asked again meanwhile
+    greeted = !bad;
     if (get("status").textContent !== text) get("status").textContent = text;
     get("status").classList.toggle("bad", bad);
   };
@@ -238,6 +250,7 @@ async function status() {
     if (health.status !== "ready") tell([health.status, health.detail].filter(Boolean).join(": "), true);
     else {
       again = 15000;
+      if (greeted) return;
       const response = await fetch(base + "/v1/models", { headers: headers(), signal: AbortSignal.timeout(10000) });
       if (response.status === 401) tell("this server asks for an API key: see Settings", true);
       else {
@@ -250,8 +263,9 @@ async function status() {
     }
   } catch {
     tell("no answer from the server, trying again", true);
+  } finally {
+    if (mine === round) timer = setTimeout(status, document.hidden ? 60000 : again);
   }
-  timer = setTimeout(status, again);
 }
 addEventListener("online", status);
 document.addEventListener("visibilitychange", () => document.hidden || status());

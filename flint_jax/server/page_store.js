@@ -27,18 +27,14 @@ function storedChats() {
   return found.sort((a, b) => b.changed - a.changed);
 }
 
-// Whether it was kept. When the browser's space is used up, the oldest other conversation goes first.
+// Whether it was kept; not when the browser's space is used up or storage is switched off.
 function storeChat(chat) {
   const text = JSON.stringify({ id: chat.id, title: chat.title, changed: chat.changed, messages: chat.messages });
-  for (;;) {
-    try {
-      localStorage.setItem(CHAT + chat.id, text);
-      return true;
-    } catch {
-      const oldest = storedChats().filter((other) => other.id !== chat.id).at(-1);
-      if (!oldest) return false;
-      dropChat(oldest.id);
-    }
+  try {
+    localStorage.setItem(CHAT + chat.id, text);
+    return true;
+  } catch {
+    return false;
   }
 }
 

@@ -38,7 +38,7 @@ async function copy(text, pressed) {
 }
 
 function thoughtLabel(message) {
-  return message.thought_s ? "Thought for " + message.thought_s.toFixed(1) + " s" : "Thought";
+  return message.thought_s >= 0.05 ? "Thought for " + message.thought_s.toFixed(1) + " s" : "Thought";
 }
 
 function thoughtFold(parent) {

@@ -56,6 +56,15 @@ def opened(browser, server):
     assert not problems
 
 
+@pytest.fixture(scope="module")
+def bare(browser, _server):
+    """One page for tests of what its script computes."""
+    page = browser.new_page()
+    page.goto(_server.url)
+    yield page
+    page.close()
+
+
 def send(page, text, *, wait=True):
     page.locator("#input").fill(text)
     page.keyboard.press("Enter")
@@ -213,9 +222,8 @@ def test_nothing_of_a_reply_becomes_a_script_or_a_picture(server, opened, hostil
         ("> a\n> > b", "<blockquote><p>a</p><blockquote><p>b"),
     ],
 )
-def test_markdown_case_by_case(opened, source, shown):
-    page = opened()
-    html = page.evaluate("(t) => { const m = new Markdown(); m.show(t); return m.element.innerHTML; }", source)
+def test_markdown_case_by_case(bare, source, shown):
+    html = bare.evaluate("(t) => { const m = new Markdown(); m.show(t); return m.element.innerHTML; }", source)
     html = html.replace(' tabindex="0"', "")
     if "|<" in shown:
         assert html in ("<p><em><strong>both</strong></em></p>", "<p><strong><em>both</em></strong></p>")
@@ -226,9 +234,8 @@ def test_markdown_case_by_case(opened, source, shown):
 @pytest.mark.parametrize(
     "piece", ["*a ", "[", "`", "**", "_a", "> ", "- ", "| a |\n|", "[a](", "``x`", "~~", "<", "\\"]
 )
-def test_no_text_hangs_the_page(opened, piece):
-    page = opened()
-    took = page.evaluate(
+def test_no_text_hangs_the_page(bare, piece):
+    took = bare.evaluate(
         "(t) => { const began = performance.now(); new Markdown().show(t); return performance.now() - began; }",
         piece * (40000 // len(piece)),
     )
@@ -266,6 +273,7 @@ def test_several_calls_are_answered_together_each_under_its_name(server, opened)
     assert texts(page, ".call .name") == ["Tool call: look"] * 2
     labels = texts(page, ".call label")
     assert labels == ["Result of look (1 of 2)", "Result of look (2 of 2)"]
+    assert page.evaluate("() => document.activeElement.dataset.call")
     results = page.get_by_role("button", name="Send 2 results")
     assert results.is_disabled()
     screenshot(page, "calls")
@@ -274,7 +282,7 @@ def test_several_calls_are_answered_together_each_under_its_name(server, opened)
     assert len(server.engine.submitted) == 1
     page.get_by_label(labels[1]).fill("grey")
     page.keyboard.press("Enter")
-    page.get_by_text("so be it").wait_for()
+    page.locator("#turns").get_by_text("so be it").wait_for()
     prompt = sent(server)
     assert prompt.index("<|observation|>\nblue") < prompt.index("<|observation|>\ngrey")
     assert "grey" in texts(page, ".call")[1]
@@ -328,7 +336,7 @@ def test_a_new_chat_during_a_reply_leaves_the_reply_where_it_belongs(server, ope
     answers(server, "the second answer")
     send(page, "second question")
     assert "first" not in sent(server)
-    assert "first" not in page.locator("#turns").inner_text()
+    assert "first question" not in page.locator("#turns").inner_text()
     page.locator("#list .chat", has_text="first question").click()
     assert "the first answer" in page.locator("#turns").inner_text()
     assert "second" not in page.locator("#turns").inner_text()
@@ -376,19 +384,42 @@ def test_a_conversation_is_deleted(server, opened):
     assert page.locator("#empty").is_visible()
 
 
+def test_a_full_browser_is_told_of_and_loses_nothing_older(server, opened):
+    page = opened()
+    send(page, "older")
+    page.evaluate(
+        """() => {
+          let text = "x".repeat(1 << 20);
+          for (let i = 0; text; i += 1) {
+            try { localStorage.setItem("filler" + i, text); } catch { text = text.slice(text.length / 2 + 1); }
+          }
+        }"""
+    )
+    page.get_by_role("button", name="New chat").click()
+    send(page, "newer " * 20)
+    assert "no room" in page.locator("#notice").inner_text()
+    assert "bcd" in page.locator("#turns").inner_text() or "abc" in page.locator("#turns").inner_text()
+    page.evaluate(
+        "Object.keys(localStorage).filter((k) => k.startsWith('filler')).forEach((k) => delete localStorage[k])"
+    )
+    send(page, "again")
+    assert page.locator("#notice").inner_text() == ""
+    assert page.locator("#list .chat").count() == 2
+
+
 def test_edit_and_regenerate(server, opened):
     page = opened()
     answers(server, "one", "two", "three")
     send(page, "first")
     page.get_by_role("button", name="Regenerate").click()
-    page.get_by_text("two", exact=True).wait_for()
+    page.locator("#turns").get_by_text("two", exact=True).wait_for()
     idle(page)
     assert texts(page, ".md") == ["two"]
     assert "one" not in sent(server)
     page.get_by_role("button", name="Edit this message").click()
     page.get_by_label("Edit message").fill("better")
     page.keyboard.press("Enter")
-    page.get_by_text("three", exact=True).wait_for()
+    page.locator("#turns").get_by_text("three", exact=True).wait_for()
     assert texts(page, ".user .text") == ["better"]
     assert "first" not in sent(server)
     assert "two" not in sent(server)
@@ -404,7 +435,7 @@ def test_a_failed_message_is_tried_again_and_never_silently_sent_with_the_next(s
     assert page.get_by_role("alert").first.is_visible()
     answers(server, "fine now")
     page.get_by_role("button", name="Try again").click()
-    page.get_by_text("fine now").wait_for()
+    page.locator("#turns").get_by_text("fine now").wait_for()
     answers(server, "x", fail_after=0)
     send(page, "bad two")
     answers(server, "good")
@@ -479,7 +510,7 @@ def test_it_says_what_the_model_is_and_finds_a_server_that_comes_back(browser, o
         page.unroute("**/*")
         page.wait_for_function("() => get('status').textContent === 'flint-test, context 256'")
         page.get_by_role("button", name="Try again").click()
-        page.get_by_text("ABC").wait_for()
+        page.locator("#turns").get_by_text("bcd").wait_for()
 
 
 def test_a_key_is_asked_for_and_used(opened):
@@ -492,7 +523,7 @@ def test_a_key_is_asked_for_and_used(opened):
         page.wait_for_function("() => get('status').textContent === 'flint-test, context 256'")
         page.keyboard.press("Escape")
         send(page, "hi")
-        assert texts(page, ".md") == ["ABC"]
+        assert texts(page, ".md") == ["bcd"]
         assert page.evaluate("() => JSON.stringify(localStorage).includes('\"k\"')") is False
 
 
@@ -523,7 +554,11 @@ def test_the_phone_has_drawers(server, opened):
     screenshot(page, "phone-empty")
     assert page.locator("#chats").is_hidden()
     answers(server, MARKDOWN, burst=7)
-    send(page, "hello " + "x" * 300)
+    page.locator("#input").fill("hello " + "x" * 300)
+    page.locator("#input").press("Enter")  # breaks the line here
+    assert page.locator("#input").input_value().endswith("x\n")
+    page.locator("#send").tap()
+    idle(page)
     screenshot(page, "phone-chat")
     page.get_by_role("button", name="Conversations").tap()
     page.locator("#list .chat").wait_for()
