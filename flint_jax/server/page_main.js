@@ -93,6 +93,12 @@ async function ask(chat, more, index = chat.messages.length) {
   const reason = await chat.reply.run(body);
   loaded.delete(chat.id);
   if (chat.dropped) return;
+  // What was to be replaced stays when there is nothing in its place.
+  const back = reason === "failed" && index < before.length && chat.messages.at(-1).failed;
+  if (back) {
+    delete chat.messages.at(-1).failed;
+    chat.messages = before;
+  }
   save(chat);
   if (current.id === chat.id) {
     const here = document.activeElement;
@@ -100,9 +106,16 @@ async function ask(chat, more, index = chat.messages.length) {
     show(chat);
     const area = get("turns").querySelector("textarea[data-call]");
     if (free && !touch.matches) (area ?? get("input")).focus({ preventScroll: true }); // a phone would raise its keys
+    if (back) restored(chat, more, index, back);
   } else showList();
   say(reason ? "Reply " + reason : openCalls(chat).length ? "The model calls a tool" : "Reply: " + chat.messages.at(-1).content);
   if (reason === "failed") status();
+}
+
+function restored(chat, more, index, problem) {
+  get("notice").textContent = problem + " The conversation is as it was.";
+  const section = get("turns").querySelector('[data-index="' + index + '"]');
+  if (more.length && section) editTurn(chat, index, section, more[0].content);
 }
 
 const retry = (chat) => ask(chat, []);
@@ -110,7 +123,10 @@ const retry = (chat) => ask(chat, []);
 // A new message. One that failed before it was answered goes, and calls that nobody answered are told so.
 function sendText(text) {
   const kept = current.messages.filter((message) => !(message.failed && message.role === "user"));
-  for (const message of kept) delete message.failed;
+  for (const message of kept) {
+    delete message.failed;
+    delete message.problem; // its note still says so
+  }
   const skipped = openCalls(current).map((call) => (
     { role: "tool", tool_call_id: call.id, content: "(no result: the user went on without it)" }
   ));
@@ -143,12 +159,16 @@ get("input").addEventListener("keydown", (event) => {
   if (event.key === "Enter" && !event.shiftKey && !event.isComposing && !touch.matches) {
     event.preventDefault();
     get("say").requestSubmit();
+  } else if (event.key === "ArrowUp" && !get("input").value && !current.reply) {
+    const edit = [...get("turns").querySelectorAll(".user .edit")].at(-1);
+    if (edit) event.preventDefault();
+    edit?.click();
   }
 });
 get("stop").addEventListener("click", () => current.reply?.abort.abort());
 document.addEventListener("keydown", (event) => {
   if (event.key !== "Escape" || get("settings").open) return;
-  if (get("chats").classList.contains("open")) drawer(false);
+  if (get("chats").classList.contains("open")) closeDrawer();
   else current.reply?.abort.abort();
 });
 // A reply that the page does not live to see: what came is kept.
@@ -191,17 +211,27 @@ function showList() {
 function drawer(open) {
   get("chats").classList.toggle("open", open);
   get("shade").hidden = !open;
+  get("page").inert = open;
   get("menu").setAttribute("aria-expanded", String(open));
   if (open) get("clear").focus();
 }
+const closeDrawer = () => {
+  drawer(false);
+  get("menu").focus();
+};
 get("menu").addEventListener("click", () => drawer(true));
-get("shade").addEventListener("click", () => drawer(false));
+get("shade").addEventListener("click", closeDrawer);
 get("clear").addEventListener("click", () => {
   show(newChat(), true);
   drawer(false);
-  get("input").focus();
+  if (!touch.matches) get("input").focus();
 });
-addEventListener("storage", showList); // another tab's
+// Another tab wrote. What is on view here follows, unless it is being worked on.
+addEventListener("storage", (event) => {
+  const chat = event.key === CHAT + current.id && storedChats().find((stored) => stored.id === current.id);
+  if (chat && !current.reply && !get("turns").contains(document.activeElement)) show(chat);
+  else showList();
+});
 
 // -- settings ----------------------------------------------------------------------------------------------------------
 
@@ -220,7 +250,7 @@ get("settings").addEventListener("click", (event) => {
   if (event.target === get("settings")) get("settings").close(); // beside the drawer
 });
 get("settings").addEventListener("input", storeSettings);
-get("settings").addEventListener("close", () => get("input").focus());
+get("settings").addEventListener("close", () => touch.matches || get("input").focus());
 get("tools").addEventListener("change", checkTools);
 get("key").addEventListener("change", () => {
   greeted = false;

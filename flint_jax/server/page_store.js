@@ -8,7 +8,8 @@ function newChat() {
 }
 
 function isChat(value) {
-  return value && typeof value.id === "string" && Array.isArray(value.messages);
+  return value && typeof value.id === "string" && Array.isArray(value.messages) &&
+    value.messages.every((message) => typeof message?.role === "string" && typeof message.content === "string");
 }
 
 // All conversations, the newest first. A browser that keeps nothing has none.

@@ -112,9 +112,9 @@ function callTurns(chat, index, parent) {
   });
 }
 
-function editTurn(chat, index, section) {
+function editTurn(chat, index, section, text = chat.messages[index].content) {
   const area = make("textarea");
-  area.value = chat.messages[index].content;
+  area.value = text;
   area.rows = Math.min(12, area.value.split("\n").length + 1);
   area.setAttribute("aria-label", "Edit message");
   const form = make("form", "", area, make("div", "row", make("button", "main", "Send"), button("Cancel", () => show(chat))));
@@ -139,8 +139,13 @@ function userTurn(chat, index) {
   const message = chat.messages[index];
   const section = make("section", "turn user", make("div", "text", message.content));
   section.setAttribute("aria-label", "You");
+  section.dataset.index = index;
   const foot = make("div", "foot", button("Copy", (b) => copy(message.content, b), "Copy this message"));
-  if (!chat.reply) foot.append(button("Edit", () => editTurn(chat, index, section), "Edit this message"));
+  if (!chat.reply) {
+    const edit = button("Edit", () => editTurn(chat, index, section), "Edit this message");
+    edit.classList.add("edit");
+    foot.append(edit);
+  }
   section.append(foot);
   if (message.failed) section.append(...failure(chat, message.failed, () => retry(chat)));
   return section;

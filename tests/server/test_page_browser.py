@@ -425,6 +425,53 @@ def test_edit_and_regenerate(server, opened):
     assert "two" not in sent(server)
 
 
+def test_what_was_to_be_replaced_stays_when_that_fails(server, opened):
+    page = opened()
+    answers(server, "the old answer")
+    send(page, "first")
+    answers(server, "x", fail_after=0)
+    page.get_by_role("button", name="Regenerate").click()
+    page.locator("#notice", has_text="as it was").wait_for()
+    assert texts(page, ".md") == ["the old answer"]
+    page.locator("#input").focus()
+    page.keyboard.press("ArrowUp")
+    page.get_by_label("Edit message").fill("better")
+    page.keyboard.press("Enter")
+    page.locator("#notice", has_text="as it was").wait_for()
+    assert page.get_by_label("Edit message").input_value() == "better"
+    page.keyboard.press("Escape")
+    assert texts(page, ".user .text") == ["first"]
+    page.reload()
+    page.locator("#list .chat").click()
+    assert texts(page, ".md") == ["the old answer"]
+
+
+def test_two_tabs_do_not_write_over_each_other(server, opened):
+    page = opened()
+    send(page, "from the first")
+    other = page.context.new_page()
+    other.goto(server.url)
+    other.locator("#list .chat").click()
+    send(other, "from the second")
+    page.locator("#turns", has_text="from the second").wait_for()
+    send(page, "again the first")
+    assert sent(server).index("from the second") < sent(server).index("again the first")
+
+
+def test_entries_that_the_page_did_not_write_are_passed_over(server, opened):
+    page = opened()
+    page.evaluate(
+        """() => {
+          localStorage.setItem("flint-chat-a", "{");
+          localStorage.setItem("flint-chat-b", '{"id": "b", "messages": [null, {"role": 5}]}');
+          localStorage.setItem("flint-settings", "[");
+        }"""
+    )
+    page.reload()
+    send(page, "hello")
+    assert page.locator("#list .chat").count() == 1
+
+
 # -- failures, waiting, counts -----------------------------------------------------------------------------------------
 
 
@@ -443,6 +490,45 @@ def test_a_failed_message_is_tried_again_and_never_silently_sent_with_the_next(s
     assert "bad one" in sent(server)
     assert "bad two" not in sent(server)
     assert "bad two" not in page.locator("#turns").inner_text()
+
+
+def test_a_reply_that_breaks_off_is_kept_and_said_to_be(server, opened):
+    page = opened()
+    answers(server, "half of it and more", fail_after=6, token_s=0.01)
+    send(page, "hello")
+    half = texts(page, ".md")[0]
+    assert half
+    assert page.get_by_role("alert").first.inner_text()
+    answers(server, "whole")
+    page.get_by_role("button", name="Try again").click()
+    page.locator("#turns").get_by_text("whole").wait_for()
+    assert texts(page, ".md") == ["whole"]
+    assert half not in sent(server)
+
+
+def test_results_that_got_no_answer_are_sent_again(server, opened):
+    page = opened()
+    with_tools(page)
+    answers(server, call("look", at="sea"))
+    send(page, "hello")
+    answers(server, "x", fail_after=0)
+    page.get_by_label("Result of look").fill("blue")
+    page.keyboard.press("Enter")
+    idle(page)
+    answers(server, "so it is")
+    page.get_by_role("button", name="Try again").click()
+    page.locator("#turns").get_by_text("so it is").wait_for()
+    assert sent(server).count("blue") == 1
+
+
+def test_half_a_call_is_not_to_be_answered(server, opened):
+    page = opened()
+    with_tools(page)
+    text = "Looking." + call("look", at="the sea " * 30)
+    answers(server, text, fail_after=len(tokenizer().encode(text)) - 20, token_s=0.005)
+    send(page, "hello")
+    assert not page.locator("textarea[data-call]").count()
+    assert "Looking." in page.locator(".md").inner_text()
 
 
 def test_stop_keeps_what_was_said(server, opened):
