@@ -20,11 +20,11 @@ function tools() {
   return value;
 }
 
-// What the model gets to see of a conversation: no failed message, no reply without words.
+// What the model gets to see of a conversation: no reply without words. Failed messages are gone by now.
 function history(messages) {
   const sent = [];
-  for (const { role, content, reasoning_content, tool_calls, tool_call_id, failed } of messages) {
-    if (failed || (role === "assistant" && !content && !tool_calls)) continue;
+  for (const { role, content, reasoning_content, tool_calls, tool_call_id } of messages) {
+    if (role === "assistant" && !content && !tool_calls) continue;
     const message = { role, content };
     if (reasoning_content) message.reasoning_content = reasoning_content;
     if (tool_calls) message.tool_calls = tool_calls;

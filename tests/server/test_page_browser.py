@@ -308,6 +308,19 @@ def test_a_thought_without_an_answer_is_no_longer_thinking(server, opened):
     assert texts(page, "summary")[0].startswith("Thought")
 
 
+def test_the_thought_is_over_once_the_answer_begins(server, opened):
+    page = opened()
+    answers(server, "<think>hm, let me see</think>" + "word " * 100, token_s=0.03)
+    send(page, "hello", wait=False)
+    page.locator("summary", has_text="Thinking").wait_for()
+    page.locator("summary").click()
+    page.locator(".md", has_text="word word").wait_for()
+    assert texts(page, "summary")[0].startswith("Thought for ")
+    page.locator("#stop").click()
+    idle(page)
+    assert page.locator("details .text").inner_text() == "hm, let me see"  # still unfolded
+
+
 def test_wrong_tools_keep_the_message(server, opened):
     page = opened()
     page.locator("#open").click()
@@ -568,6 +581,23 @@ def test_counts_and_speed_are_true(server, opened):
     assert int(parts["prompt tokens"]) == len(server.engine.submitted[-1].prompt)
     assert abs(int(parts["tokens"]) - len(tokens)) <= 1  # the end token
     assert 10 < float(parts["tokens/s"]) <= 55
+
+
+def test_a_reply_that_something_between_held_back_has_no_speed(opened):
+    page = opened()
+    chunks = [
+        {
+            "choices": [{"index": 0, "delta": {"content": f"word {i} "}, "finish_reason": None}],
+            "usage": {"prompt_tokens": 3, "completion_tokens": i},
+        }
+        for i in range(1, 200)
+    ]
+    body = "".join(f"data: {json.dumps(c)}\n\n" for c in chunks) + "data: [DONE]\n\n"
+    page.route("**/v1/chat/completions", lambda route: route.fulfill(content_type="text/event-stream", body=body))
+    send(page, "hello")
+    note = page.locator(".assistant .note").inner_text()
+    assert "199 tokens" in note
+    assert "tokens/s" not in note
 
 
 def test_one_burst_has_no_speed(server, opened):
