@@ -171,6 +171,7 @@ function assistantTurn(chat, index) {
     text.show(message.content);
     section.append(text.element);
   }
+  if (!message.content && !message.tool_calls && !message.lost) section.append(make("div", "note", "(no answer)"));
   if (message.tool_calls) callTurns(chat, index, section);
   if (message.lost) section.append(make("div", "note", "A call of " + message.lost + " was not finished, and is left out."));
   const again = () => ask(chat, [], index);

@@ -107,6 +107,7 @@ def test_a_thought_without_an_answer_is_no_longer_thinking(page_server, opened):
     answers(page_server, "<think>only this")
     send(page, "hello")
     assert texts(page, "summary")[0].startswith("Thought")
+    assert texts(page, ".assistant > .note") == ["(no answer)"]
 
 
 def test_the_thought_is_over_once_the_answer_begins(page_server, opened):
