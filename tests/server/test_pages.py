@@ -1,11 +1,8 @@
 """The chat page, the OpenAPI description, and the small routes beside the API."""
 
-import json
-import os
 import re
 import shutil
 import subprocess
-from pathlib import Path
 
 import pytest
 
@@ -13,10 +10,9 @@ from flint_jax.server import page
 from flint_jax.server.app import ROUTES
 from flint_jax.server.openapi import document
 from flint_jax.server.openapi_schemas import ROUTES as DESCRIBED
-from tests.server.fake_engine import Script
 from tests.server.harness import running, tokenizer
 
-HTML = Path(page.__file__).with_name("page.html").read_text()
+HTML = page.PAGE.decode()
 
 
 # -- the chat page -----------------------------------------------------------------------------------------------------
@@ -59,51 +55,6 @@ def test_the_script_parses(tmp_path):
     file.write_text(HTML.split("<script>")[1].split("</script>")[0])
     done = subprocess.run(["node", "--check", file], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.skipif(not shutil.which("node"), reason="needs node to run the page's script")
-def test_the_page_shows_thoughts_calls_and_hostile_text_and_sends_them_back(server):
-    hostile = '<img src=x onerror="alert(1)">'
-    call = "<tool_call>look<arg_key>at</arg_key><arg_value>the sea</arg_value></tool_call>"
-    texts = iter([f"<think>hm</think>{hostile}{call}", "so be it"])
-    scripts: dict = {}
-    server.engine.script = lambda prompt, params: scripts.setdefault(prompt, Script(tokenizer().encode(next(texts))))
-    schema = {"type": "object", "properties": {"at": {"type": "string"}}}
-    tools = json.dumps([{"type": "function", "function": {"name": "look", "parameters": schema}}])
-    command = [
-        "node",
-        Path(__file__).with_name("page_driver.js"),
-        Path(page.__file__).with_name("page.html"),
-        server.url,
-    ]
-    done = subprocess.run(
-        [*command, "hello", "blue"],
-        env={**os.environ, "TOOLS": tools},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
-    shown = [tuple(json.loads(line)) for line in done.stdout.splitlines()]
-    parts = [text for kind, text in shown if kind not in ("note", "who")]
-    assert parts == [
-        "hello",
-        "Thought",
-        "hm",
-        hostile,
-        parts[4],
-        "blue",
-        "so be it",
-        "flint-test, context 256",
-    ]
-    assert ("who", "tool call: look") in shown
-    assert json.loads(parts[4]) == {"at": "the sea"}
-    notes = [text for kind, text in shown if kind == "note"]
-    assert "tool_calls" in notes[0]
-    assert "tokens/s" in notes[0]
-    # what the user typed after the call went to the model as the tool's answer, after the call itself
-    sent = tokenizer().decode(server.engine.submitted[-1].prompt)
-    assert sent.index("<|observation|>") < sent.index("blue")
 
 
 def test_a_browser_gets_the_page_without_a_key_and_nothing_else():
