@@ -165,7 +165,8 @@ def _in_one_piece(free: int, largest: int, snapshots: int) -> int:
     below memory that nothing used yet. A pool is one array and has to lie in one of both: with 51 GiB free in two
     pieces an H200 had no place for a pool of 48.
     """
-    return max(free - largest, int(0.9 * largest) - snapshots)
+    behind, hole = free - largest, int(0.9 * largest) - snapshots
+    return max(behind, hole, 2 * min(behind, hole))  # both pools in one place, or one in each
 
 
 def process_limit() -> int | None:
