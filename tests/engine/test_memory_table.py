@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from flint_jax import memory_table, tiles
+from flint_jax import memory, memory_table, tiles
 from flint_jax.__main__ import main
 from flint_jax.errors import ConfigError
 from flint_jax.numerics import Numerics
@@ -37,7 +37,13 @@ def test_the_rows_add_up_to_no_more_than_the_share(weight_format, gib):
     text = memory_table.table(FLINT, weight_format, gib)
     rows = {line[:40].strip(): float(line[40:].split()[0]) for line in text.splitlines() if line.endswith("GiB")}
     parts = [size for name, size in rows.items() if not name.startswith(("the GPU", "kept", "free"))]
-    assert gib * 0.9 - 0.1 < sum(parts) <= gib * 0.9 + 0.03
+    assert sum(parts) <= gib * 0.9 + 0.03
+    # All of it is used, or as much as finds room in one piece beside the hole that the largest stack leaves.
+    pool = next(size for name, size in rows.items() if "pages" in name)
+    snapshots = next(size for name, size in rows.items() if "snapshots" in name)
+    largest = memory_table.weight_bytes(FLINT, weight_format)[1]
+    piece = memory._in_one_piece(int(rows["free before the cache"] * 2**30), largest, int(snapshots * 2**30)) / 2**30
+    assert sum(parts) > gib * 0.9 - 0.1 or abs(pool - piece) < 0.1
     assert "longest request: 262,144 tokens" in text
 
 
