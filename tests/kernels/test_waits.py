@@ -73,6 +73,8 @@ SCENARIOS = (grouped_products, many_tokens, dense, experts, block, attention)
 # What may go, and why.
 SPARE = {
     "moe_gemm/mosaic.py group_wait": "bounds how many products are under way; registers are the assembler's care",
+    "moe_gemv/mosaic_block.py warp_barrier": "behind a wait for words: lanes leave it one by one, here together",
+    "moe_gemv/mosaic_down.py warp_barrier": "before a warp's next item; it has one in these cases",
     "sink_attention/block.py barrier": "orders global memory between blocks, which the emulator does not see",
 }
 
