@@ -60,7 +60,7 @@ def one_by_one(weight_format, prompt, chunk):
     made.admit(0, sampling.slot_row(SamplingParams(temperature=0.0), prompt, CONFIG.vocab_size, (), 0), 699)
     for start in range(0, len(prompt), chunk):
         piece = prompt[start : start + chunk]
-        _, logits = made.prefill(piece, 0, start, start + chunk >= len(prompt))
+        _, logits = made.prefill([(piece, 0, start, start + chunk >= len(prompt))])
     return np.asarray(logits)[0]
 
 
