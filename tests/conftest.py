@@ -13,6 +13,8 @@ import jax
 import pytest
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+# ``flint_jax.load`` turns the compile cache on. Here it would carry programs from one run, and one worker, to another.
+jax.config.update("jax_enable_compilation_cache", False)
 
 # The same examples on every run, so that a change is red for what it changed; HYPOTHESIS_PROFILE=default tries others.
 hypothesis.settings.register_profile("repeatable", derandomize=True)
