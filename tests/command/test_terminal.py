@@ -166,7 +166,8 @@ def test_thoughts_are_dimmed_in_a_terminal(monkeypatch):
 
 
 SESSION = """
-import fcntl, termios, time
+import fcntl, signal, termios, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job begins with it ignored
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # so that Ctrl-C in it is a signal for us
 from flint_jax import terminal
 from flint_jax.generation import Piece
